@@ -1,0 +1,1 @@
+"""Encoders: networks, objectives, the training loop and the saved artefact."""

@@ -1,0 +1,1 @@
+"""What people and schedulers start: command line, flow, cluster."""

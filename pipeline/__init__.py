@@ -1,0 +1,1 @@
+"""The batch pipeline: stages over stores, without Dask, argument parsing or environment."""

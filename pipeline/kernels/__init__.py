@@ -1,0 +1,1 @@
+"""Kernels: arrays in, arrays out; no paths, no configuration, no logging."""

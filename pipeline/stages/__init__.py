@@ -1,0 +1,1 @@
+"""Stages: stores in, store out, one Stage value each."""
