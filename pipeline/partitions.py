@@ -34,11 +34,21 @@ class Partition:
 
 
 def split_rows(n_rows: int, rows_per_part: int) -> list[Partition]:
-    """Partitions that cover rows 0..n_rows once, in order, each of at most rows_per_part rows."""
+    """Partitions that cover rows 0..n_rows once, in order, of nearly equal size.
+
+    None has more than rows_per_part rows; sizes differ by one row at most.
+    """
     if rows_per_part < 1:
         raise ValueError(f"rows_per_part is {rows_per_part}, must be at least 1")
-    starts = range(0, n_rows, rows_per_part)
-    return [
-        Partition(index, start, min(start + rows_per_part, n_rows))
-        for index, start in enumerate(starts)
-    ]
+    n_parts = -(-n_rows // rows_per_part)
+    bounds = [n_rows * part // n_parts for part in range(n_parts)] + [n_rows]
+    return [Partition(index, bounds[index], bounds[index + 1]) for index in range(n_parts)]
+
+
+def block_rows(row_bytes: int) -> int:
+    """Rows of one block of the training sample: 8,192, fewer where rows are wide.
+
+    8,192 rows keep a block below 64 MiB up to 2,048 float32 columns, and give small samples
+    enough blocks to occupy several workers. It never depends on the workers, so results do not.
+    """
+    return max(1, min(8192, (64 << 20) // row_bytes))

@@ -1,0 +1,254 @@
+"""The command line: one function per command, one line and an exit code per error."""
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import click
+import typer
+
+app = typer.Typer(
+    name="lakemap",
+    help="Turns a data lake of vectors into a 2-D map that can be refreshed without moving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (YAML).")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Lay a setting over the job file."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+STOPPED = 130
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    del debug  # main() has already looked for it, so that it may stand anywhere
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where lake and map go.")] = Path("demo"),
+    rows: Annotated[int, typer.Option(min=1000, help="Rows of the lake.")] = 200_000,
+    files: Annotated[int, typer.Option(min=1, help="Parquet files of the lake.")] = 16,
+    overrides: Overrides = None,
+) -> None:
+    """Make a lake of handwritten digits and map it, from nothing to picture and report."""
+    from jobs.demo import make_demo
+
+    run(make_demo(folder, rows, files), overrides)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("lakemap.yaml"),
+    lake: Annotated[str, typer.Option("--input", help="Where the lake is.")] = "lake",
+    vector: Annotated[str, typer.Option(help="Vector column or Zarr array.")] = "embedding",
+    output: Annotated[str, typer.Option(help="Where the map goes.")] = "maps",
+) -> None:
+    """Write a commented job file."""
+    from jobs.template import write_job_file
+
+    write_job_file(path, lake, vector, output)
+    typer.echo(f"wrote {path}; look at it, then: lakemap plan {path}")
+
+
+@app.command()
+def plan(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Say what a run will need, without side effects."""
+    from jobs import cluster, flow
+    from jobs.tables import plan_document, show_plan
+    from pipeline.config import load_job
+
+    job = load_job(job_file, overrides or ())
+    needs = flow.preflight(job)
+    offer = cluster.find_offer(job.cluster)
+    shortage = flow.find_shortage(job, needs, offer.task_bytes, offer.train_bytes)
+    document = plan_document(job, needs, offer, shortage)
+    if as_json:
+        _print_json(document)
+    else:
+        show_plan(document)
+    if shortage:
+        raise typer.Exit(2)
+
+
+@app.command()
+def run(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Make the map, or go on where an earlier run stopped."""
+    published = _run(job_file, overrides, None)
+    assert published is not None
+    folder, metrics = published.run.url, published.metrics
+    if as_json:
+        _print_json(
+            {
+                "run": folder.rsplit("/", 1)[1],
+                "folder": folder,
+                "changed": published.changed,
+                "metrics": dict(metrics),
+            }
+        )
+        return
+    if not published.changed:
+        typer.echo("nothing to do: the published map is up to date")
+    typer.echo(_headline(metrics))
+    typer.echo(f"picture: {folder}/map.png")
+    typer.echo(f"report:  {folder}/report.html")
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(help="ingest, sample, neighbors, … publish.")],
+    job_file: JobFile,
+    overrides: Overrides = None,
+) -> None:
+    """Run one stage alone, for schedulers that want a task per stage."""
+    published = _run(job_file, overrides, name)
+    if published is not None:
+        typer.echo(f"published: {published.run.url}")
+
+
+@app.command()
+def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Say how far a job is."""
+    from jobs import flow
+    from jobs.tables import current_run, show_status
+    from pipeline.config import load_job
+
+    job = load_job(job_file, overrides or ())
+    stages = flow.status(job)
+    current = current_run(job.output)
+    if as_json:
+        _print_json({"current": current, "stages": [asdict(stage) for stage in stages]})
+    else:
+        show_status(stages, current)
+
+
+@app.command()
+def report(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Print the published map's figures and where its report is."""
+    from jobs.tables import current_run
+    from pipeline.config import load_job
+    from pipeline.errors import InputError
+    from pipeline.stores import Folder
+
+    job = load_job(job_file, overrides or ())
+    current = current_run(job.output)
+    if current is None:
+        raise InputError(f"{job.output}: no published map; lakemap run {job_file} makes one")
+    folder = Folder(job.output).join(f"runs/{current}")
+    metrics = json.loads(folder.get("metrics.json"))
+    typer.echo(_headline(metrics))
+    for key, value in metrics.items():
+        typer.echo(f"  {key}: {value}")
+    typer.echo(f"picture: {folder.url}/map.png")
+    typer.echo(f"report:  {folder.url}/report.html")
+
+
+def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
+    """Check the job against the workers, then run it, or one stage of it."""
+    from rich.console import Console
+
+    from jobs import flow
+    from jobs.cluster import open_runner
+    from jobs.progress import make_observer
+    from pipeline.config import load_job
+    from pipeline.errors import ConfigError
+
+    job = load_job(job_file, overrides or ())
+    if only is not None and only not in flow.GROUPS:
+        raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
+    console = Console(stderr=True)
+    needs = flow.preflight(job)
+    flow.check_output(job)
+    with open_runner(job.cluster, lambda link: _announce(console, link)) as runner:
+        shortage = flow.find_shortage(job, needs, runner.task_bytes, runner.train_bytes)
+        if shortage:
+            raise ConfigError(shortage)
+        for warning in needs.warnings:
+            logging.getLogger("lakemap").warning("%s", warning)
+        try:
+            with make_observer(console) as observer:
+                return flow.run(job, runner, observer, only)
+        except KeyboardInterrupt:
+            console.print(
+                f"stopped; finished partitions are kept, go on with: lakemap run {job_file}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            raise
+
+
+def _announce(console: Any, link: str) -> None:
+    console.print(f"dashboard: {link}", highlight=False, soft_wrap=True)
+
+
+def _headline(metrics: Mapping[str, Any]) -> str:
+    shown = ("accuracy", "trustworthiness", "recall")
+    figures = [f"{name} {metrics[name]:.4f}" for name in shown if metrics.get(name) is not None]
+    return f"{metrics['rows_mapped']:,} rows mapped, " + ", ".join(
+        [f"{metrics['rows_quarantined']:,} quarantined", *figures]
+    )
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=1))
+
+
+def _terminate(_: int, __: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt  # a scheduler's SIGTERM stops as cleanly as Ctrl-C
+
+
+def main() -> None:
+    """Run the command line; every error becomes one line and its exit code."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    logging.getLogger("lakemap").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app(arguments, standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(STOPPED)
+    except Exception as error:
+        if debug:
+            raise
+        sys.exit(_explain(error, "--json" in arguments))
+
+
+def _explain(error: Exception, as_json: bool) -> int:
+    """Print the error as one line (and as JSON where that was asked for); return the exit code."""
+    from pipeline.errors import LakemapError
+
+    code = error.exit_code if isinstance(error, LakemapError) else 1
+    line = str(error) if isinstance(error, LakemapError) else f"{type(error).__name__}: {error}"
+    line = " ".join(line.split())
+    hint = "" if isinstance(error, LakemapError) else " (--debug shows the traceback)"
+    typer.echo(f"lakemap: {line}{hint}", err=True)
+    if as_json:
+        _print_json({"error": line, "exit_code": code})
+    return code
+
+
+if __name__ == "__main__":
+    main()

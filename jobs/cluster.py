@@ -1,0 +1,208 @@
+"""The only file that knows Dask: opens a client, runs tasks on its workers."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import dask
+from distributed import Client, Future, KilledWorker, LocalCluster, as_completed, get_worker
+from distributed.comm.core import CommClosedError
+from distributed.system import MEMORY_LIMIT
+
+from pipeline.config import ClusterConfig
+from pipeline.errors import ClusterError
+from pipeline.manifest import Commit
+from pipeline.partitions import Partition
+from pipeline.runner import FINAL_ERRORS, Report, Runner, SerialRunner, Task, failed
+
+PROGRESS_TOPIC = "lakemap-progress"
+TASKS_PER_WORKER = 2  # one runs, the next is already there
+
+
+class Attempt(NamedTuple):
+    """A partition on its way through the cluster."""
+
+    part: Partition
+    number: int
+    future: "Future[Commit]"
+
+
+class DaskRunner:
+    """Runs tasks on the workers of a client, a bounded number at a time."""
+
+    def __init__(self, client: Client, retries: int) -> None:
+        self._client = client
+        self._retries = retries
+        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        if not workers:
+            raise ClusterError("the scheduler has no workers; start some and run again")
+        self.n_workers = sum(worker["nthreads"] for worker in workers)
+        shares = [worker["memory_limit"] // worker["nthreads"] for worker in workers]
+        self.task_bytes = min(shares) or MEMORY_LIMIT  # 0 is Dask's word for unlimited
+        self.train_bytes = max(worker["memory_limit"] for worker in workers) or MEMORY_LIMIT
+        self.has_gpu = any("GPU" in worker["resources"] for worker in workers)
+
+    def map(
+        self,
+        name: str,
+        task: Task,
+        parts: Iterable[Partition],
+        report: Report,
+        *,
+        whole_machine: bool = False,
+    ) -> Iterator[Commit]:
+        """Commits of all partitions, as they finish; failed ones are tried again."""
+        waiting = iter(parts)
+        resources = {"GPU": 1} if whole_machine and self.has_gpu else None
+        flying: dict[str, Attempt] = {}
+        results = as_completed()
+
+        def send(part: Partition, number: int) -> None:
+            key = f"{name}-{part.index}-{number}-{uuid4().hex}"
+            future = self._client.submit(
+                run_on_worker, task, part, key=key, pure=False, resources=resources
+            )
+            flying[key] = Attempt(part, number, future)
+            results.add(future)
+
+        with self._progress(report):
+            for part in islice(waiting, TASKS_PER_WORKER * self.n_workers):
+                send(part, 1)
+            try:
+                for future in results:
+                    attempt = flying.pop(future.key)
+                    commit = self._result(name, attempt)
+                    if commit is None:
+                        send(attempt.part, attempt.number + 1)
+                        continue
+                    for part in islice(waiting, 1):
+                        send(part, 1)
+                    yield commit
+            finally:
+                self._client.cancel([attempt.future for attempt in flying.values()], force=True)
+
+    def _result(self, name: str, attempt: Attempt) -> Commit | None:
+        """The commit, or None when the partition deserves another attempt."""
+        try:
+            return attempt.future.result()
+        except FINAL_ERRORS:
+            raise
+        except Exception as error:
+            if attempt.number <= self._retries:
+                return None
+            if isinstance(error, KilledWorker | asyncio.CancelledError | CommClosedError):
+                raise ClusterError(
+                    f"{name}: partition {attempt.part.index}: its worker died "
+                    f"{attempt.number} times; give workers more memory (cluster.memory), run again"
+                ) from error
+            raise failed(name, attempt.part, attempt.number, error) from error
+
+    @contextmanager
+    def _progress(self, report: Report) -> Iterator[None]:
+        """Hand on what long tasks report while the body runs."""
+
+        def handle(event: tuple[float, Any]) -> None:
+            share, note = event[1]
+            report(share, note)
+
+        self._client.subscribe_topic(PROGRESS_TOPIC, handle)
+        try:
+            yield
+        finally:
+            self._client.unsubscribe_topic(PROGRESS_TOPIC)
+
+
+def run_on_worker(task: Task, part: Partition) -> Commit:
+    """The task's commit; runs on a worker, where progress goes to the scheduler as an event."""
+    worker = get_worker()
+
+    def report(share: float, note: str) -> None:
+        worker.log_event(PROGRESS_TOPIC, (share, note))
+
+    return task(part, report)
+
+
+class Offer(NamedTuple):
+    """What the workers of a job give, as far as known before they start."""
+
+    n_workers: int
+    task_bytes: int
+    train_bytes: int
+    device: str
+
+
+def find_offer(config: ClusterConfig) -> Offer:
+    """What the job's workers will give; no worker is started."""
+    if config.kind == "scheduler":
+        with _connect(str(config.address)) as client:
+            runner = DaskRunner(client, config.retries)
+            device = "a GPU worker" if runner.has_gpu else "CPU"
+            return Offer(runner.n_workers, runner.task_bytes, runner.train_bytes, device)
+    workers = 1 if config.kind == "serial" else config.workers or core_count()
+    memory = int(config.memory or MEMORY_LIMIT // workers)
+    return Offer(workers, memory, memory, _local_device())
+
+
+def _local_device() -> str:
+    import torch  # noqa: PLC0415 - seconds to import, and only `plan` asks
+
+    return "GPU" if torch.cuda.is_available() else "CPU"
+
+
+@contextmanager
+def open_runner(config: ClusterConfig, announce: Callable[[str], None]) -> Iterator[Runner]:
+    """The runner the job asks for; `announce` is told where the dashboard is."""
+    if config.kind == "serial":
+        yield SerialRunner(int(config.memory or MEMORY_LIMIT), config.retries)
+        return
+    with _open_client(config) as client:
+        announce(client.dashboard_link)
+        yield DaskRunner(client, config.retries)
+
+
+@contextmanager
+def _open_client(config: ClusterConfig) -> Iterator[Client]:
+    if config.kind == "scheduler":
+        with _connect(str(config.address)) as client:
+            yield client
+        return
+    workers = config.workers or core_count()
+    memory = int(config.memory or MEMORY_LIMIT // workers)
+    settings = {
+        "distributed.worker.memory.terminate": 0.98,
+        "distributed.scheduler.allowed-failures": 0,  # the runner counts attempts itself
+        "distributed.comm.timeouts.connect": "30s",
+    }
+    with (
+        dask.config.set(settings),
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            memory_limit=memory,
+            dashboard_address="127.0.0.1:0",
+            silence_logs=logging.CRITICAL,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def _connect(address: str) -> Client:
+    try:
+        return Client(address, timeout="20s")
+    except (OSError, ValueError, TimeoutError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ClusterError(
+            f"{address}: no scheduler there ({reason}); check cluster.address"
+        ) from error
+
+
+def core_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,283 @@
+"""The ordered stages, which store feeds which, and the checks between them."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import Job
+from pipeline.errors import ConfigError, InputError, StageError
+from pipeline.lake import take_snapshot
+from pipeline.manifest import Manifest, Store, find_store, load_commits, load_plan, open_store
+from pipeline.runner import Runner
+from pipeline.stage import Estimate, Observer, Shape, Stage, StoreRef, locate, run_stage
+from pipeline.stages import (
+    affinity,
+    cells,
+    edges,
+    embed,
+    evaluate,
+    ingest,
+    neighbors,
+    publish,
+    sample,
+    symmetrize,
+    train,
+)
+from pipeline.stores import Folder
+
+# The ten stages people know, and the steps each is made of: a barrier inside one is two steps.
+GROUPS: dict[str, tuple[Stage[Any], ...]] = {
+    "ingest": (ingest.INGEST,),
+    "sample": (sample.SAMPLE,),
+    "neighbors": (
+        cells.CENTROIDS,
+        cells.ASSIGN,
+        neighbors.SEARCH,
+        neighbors.NEIGHBORS,
+        neighbors.RECALL,
+    ),
+    "affinity": (affinity.AFFINITY,),
+    "symmetrize": (symmetrize.SYMMETRIZE,),
+    "edges": (edges.DRAW, edges.EDGES),
+    "train": (train.TRAIN,),
+    "embed": (embed.EMBED,),
+    "evaluate": (evaluate.SURVEY, evaluate.EVALUATE),
+    "publish": (publish.PUBLISH,),
+}
+STAGES = tuple(stage for group in GROUPS.values() for stage in group)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A finished run."""
+
+    run: Folder
+    metrics: Mapping[str, Any]
+    changed: bool
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """How far one step is; `state` is done, partial or waiting."""
+
+    name: str
+    state: str
+    n_done: int = 0
+    n_parts: int = 0
+    n_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a run will need, known before it starts."""
+
+    shape: Shape
+    n_files: int
+    lake_bytes: int
+    warnings: tuple[str, ...]
+    estimates: Mapping[str, Estimate]
+
+    @property
+    def task_bytes(self) -> int:
+        """Memory of the largest task, training apart."""
+        return max(e.task_bytes for name, e in self.estimates.items() if name != "train")
+
+    @property
+    def train_bytes(self) -> int:
+        """Memory of the training task."""
+        return self.estimates["train"].task_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        """Disk for all stores."""
+        return sum(estimate.store_bytes for estimate in self.estimates.values())
+
+
+def preflight(job: Job) -> Preflight:
+    """What the job will need; reads listings and footers, writes nothing."""
+    source = ingest.lake_source(job)
+    snapshot = take_snapshot(source)
+    plan = ingest.lake_plan(source, snapshot)
+    shape = Shape(
+        n_rows=plan.n_rows,
+        n_partitions=len(plan.partitions),
+        partition_rows=max(partition.n_rows for partition in plan.partitions),
+        width=plan.width,
+        item_bytes=np.dtype(plan.dtype).itemsize,
+        n_train=min(job.sample.rows, plan.n_rows),
+    )
+    _check_enough(job, shape.n_train, "rows")
+    estimates = {stage.name: stage.estimate(job, shape) for stage in STAGES}
+    return Preflight(shape, plan.n_files, snapshot.n_bytes, plan.warnings, estimates)
+
+
+def find_shortage(job: Job, needs: Preflight, task_bytes: int, train_bytes: int) -> str | None:
+    """What is too small for the job, as one line; None when all fits."""
+    name, largest = max(
+        ((n, e) for n, e in needs.estimates.items() if n != "train"), key=lambda i: i[1].task_bytes
+    )
+    if largest.task_bytes > task_bytes:
+        return (
+            f"{name}: one task needs {_mib(largest.task_bytes)}, "
+            f"a worker gives {_mib(task_bytes)}; raise cluster.memory or lower input.partition_bytes or neighbors.cell_rows"
+        )
+    if needs.train_bytes > train_bytes:
+        return (
+            f"train: {needs.shape.n_train} rows need {_mib(needs.train_bytes)}, "
+            f"a worker gives {_mib(train_bytes)}; raise cluster.memory or lower sample.rows"
+        )
+    free = free_bytes(job.output)
+    if free is not None and needs.store_bytes > free:
+        return (
+            f"{job.output}: stores need {_mib(needs.store_bytes)}, {_mib(free)} are free; "
+            f"free some or lower sample.rows"
+        )
+    return None
+
+
+def free_bytes(output: str) -> int | None:
+    """Free bytes where the output goes; None for object stores."""
+    if "://" in output:
+        return None
+    path = Path(output)
+    existing = next(parent for parent in [path, *path.parents] if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 20):,.0f} MiB"
+
+
+def check_output(job: Job) -> None:
+    """Refuse an output that cannot be written."""
+    root = Folder(job.output)
+    if "://" not in job.output:
+        path = Path(job.output)
+        for place in [path, *path.parents]:
+            if place.exists() and not place.is_dir():
+                raise ConfigError(f"output {job.output}: {place} is a file; name a folder")
+    try:
+        root.put(".writable", b"")
+        root.delete(".writable")
+    except Exception as error:
+        raise ConfigError(f"output {job.output}: not writable ({error}); choose another") from error
+
+
+def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -> Published | None:
+    """The published run; with `only`, that stage's steps alone, on the finished stores before it.
+
+    None when the stage is not the last one.
+    """
+    root = Folder(job.output)
+    stores: dict[str, Store] = {}
+    refs = {"lake": _snapshot_ref(job)}
+    for group, stages in GROUPS.items():
+        for stage in stages:
+            if only not in (None, group):
+                ref = _finished(stage, refs, root, job, str(only))
+            else:
+                inputs = {name: refs[name] for name in stage.reads}
+                ref = run_stage(stage, inputs, root, job, runner, observer)
+            refs[stage.name] = ref
+            stores[stage.name] = open_store(ref.folder, ref.digest)
+            _check_after(stage.name, stores[stage.name].manifest, job)
+        if group == only and group != "publish":
+            return None
+    run_folder, changed = publish.release(root, stores)
+    record = stores["publish"].records[0]
+    metrics = json.loads(stores["publish"].file(record, "metrics.json"))
+    return Published(run_folder, metrics, changed)
+
+
+def _snapshot_ref(job: Job) -> StoreRef:
+    snapshot = take_snapshot(ingest.lake_source(job))
+    return StoreRef(Folder(job.input.path), snapshot.digest)
+
+
+def _finished(
+    stage: Stage[Any], refs: Mapping[str, StoreRef], root: Folder, job: Job, only: str
+) -> StoreRef:
+    store = _find(stage, refs, root, job)
+    if store is None:
+        raise ConfigError(f"stage {only}: {stage.name} is not finished; run the stages before it")
+    return StoreRef(store.folder, store.manifest.digest)
+
+
+def _find(stage: Stage[Any], refs: Mapping[str, StoreRef], root: Folder, job: Job) -> Store | None:
+    return find_store(_locate(stage, refs, root, job))
+
+
+def _locate(stage: Stage[Any], refs: Mapping[str, StoreRef], root: Folder, job: Job) -> Folder:
+    return locate(stage, {name: refs[name].digest for name in stage.reads}, root, job)
+
+
+def status(job: Job) -> list[StageStatus]:
+    """How far each step is; those after an unfinished one are waiting."""
+    root = Folder(job.output)
+    refs = {"lake": _snapshot_ref(job)}
+    found: list[StageStatus] = []
+    for stage in STAGES:
+        if any(name not in refs for name in stage.reads):
+            found.append(StageStatus(stage.name, "waiting"))
+            continue
+        folder = _locate(stage, refs, root, job)
+        store = find_store(folder)
+        if store is None:
+            found.append(_partial(stage.name, folder))
+            continue
+        n_parts = len(store.records)
+        found.append(StageStatus(stage.name, "done", n_parts, n_parts, store.n_rows))
+        refs[stage.name] = StoreRef(folder, store.manifest.digest)
+    return found
+
+
+def _partial(name: str, folder: Folder) -> StageStatus:
+    plan = load_plan(folder)
+    if plan is None:
+        return StageStatus(name, "waiting")
+    commits = load_commits(folder)
+    n_rows = sum(commit.record.n_rows for commit in commits.values())
+    return StageStatus(name, "partial", len(commits), len(plan.partitions), n_rows)
+
+
+def _check_after(name: str, manifest: Manifest, job: Job) -> None:
+    """Refuse to go on where a finished stage shows that the job cannot end well."""
+    if name == "ingest":
+        _check_rows(manifest, job)
+    if name == "sample":
+        _check_enough(job, manifest.n_rows, "rows to train on")
+    if name == "symmetrize" and abs(manifest.metrics["mass"] - 1) > 1e-5:
+        raise StageError(f"symmetrize: P sums to {manifest.metrics['mass']}, must be 1")
+    if name in ("recall", "evaluate"):
+        publish.check_gates(job.gates, manifest.metrics)
+
+
+def _check_rows(manifest: Manifest, job: Job) -> None:
+    metrics, n_rows = manifest.metrics, manifest.facts["n_rows"]
+    share = metrics["n_bad"] / n_rows
+    if share > job.input.max_bad_fraction:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in metrics["reasons"].items())
+        raise InputError(
+            f"{job.input.path}: {metrics['n_bad']} of {n_rows} rows are bad ({share:.2%}), at most "
+            f"{job.input.max_bad_fraction:.2%} may be ({reasons}); "
+            f"correct them or raise input.max_bad_fraction"
+        )
+    if metrics["identical"]:
+        raise InputError(
+            f"{job.input.path}: all {metrics['n_good']} rows are identical; "
+            f"a map needs rows that differ"
+        )
+
+
+def _check_enough(job: Job, n_rows: int, what: str) -> None:
+    needed = job.neighbors.k + 1
+    if n_rows < needed:
+        raise InputError(
+            f"{job.input.path}: {n_rows} {what}, neighbors.k {job.neighbors.k} needs {needed}; "
+            f"lower neighbors.k and affinity.perplexity or add rows"
+        )

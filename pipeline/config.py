@@ -1,0 +1,273 @@
+"""The job file: one frozen dataclass per section, read once, checked whole.
+
+Defaults for everything but input and output. Relative paths are relative to the job file.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import yaml
+from pydantic import ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from pipeline.errors import ConfigError
+
+_STRICT_KEYS = ConfigDict(extra="forbid")
+
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class InputConfig:
+    """Where the lake is, and which columns (or Zarr arrays) mean what."""
+
+    path: str
+    vector: str | tuple[str, ...] | None = None
+    id: str | None = None
+    label: str | None = None
+    holdout: str | None = None
+    max_bad_fraction: Share = 0.01
+    partition_bytes: ByteSize = ByteSize(32 << 20)
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class SampleConfig:
+    """How many rows train the encoder."""
+
+    rows: Count = 200_000
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class NeighborsConfig:
+    """The kNN graph of the sample."""
+
+    k: Count = 45
+    metric: Literal["euclidean", "cosine"] = "euclidean"
+    cells: Count | None = None
+    cell_rows: Annotated[int, Field(ge=64)] = 32_768
+    overlap: Count = 3
+    recall_queries: Count = 1000
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class AffinityConfig:
+    """How wide each row's neighbourhood is."""
+
+    perplexity: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 15.0
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class EdgesConfig:
+    """Edge samples; None means as many as training consumes."""
+
+    samples: Count | None = None
+    negatives: Count = 5
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class EncoderConfig:
+    """The network."""
+
+    kind: Literal["mlp"] = "mlp"
+    hidden: Count = 256
+    layers: Annotated[int, Field(ge=0)] = 3
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class TrainConfig:
+    """The training of the encoder."""
+
+    objective: Literal["tsne"] = "tsne"
+    encoder: EncoderConfig = EncoderConfig()
+    steps: Count = 3000
+    batch: Annotated[int, Field(ge=4, multiple_of=2)] = 1024
+    optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
+    learning_rate: Positive = 1e-3
+    exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
+    exaggerated_share: Share = 0.5
+    clip_pairwise: Positive = 1e14
+    clip_layer: Positive = 1e4
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class EvaluateConfig:
+    """The rows that measure the map."""
+
+    rows: Annotated[int, Field(ge=100)] = 5000
+    reference_rows: Annotated[int, Field(ge=100)] = 20_000
+    k: Count = 10
+    trustworthiness_k: Count = 12
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class GatesConfig:
+    """Measured qualities below which nothing is published; None is no gate."""
+
+    recall: Share | None = 0.90
+    trustworthiness: Share | None = 0.85
+    continuity: Share | None = None
+    neighbor_recall: Share | None = None
+    accuracy: Share | None = None
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class ClusterConfig:
+    """Who does the work; never part of what the results depend on."""
+
+    kind: Literal["local", "serial", "scheduler"] = "local"
+    workers: Count | None = None
+    memory: ByteSize | None = None
+    address: str | None = None
+    retries: Annotated[int, Field(ge=0)] = 2
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class Job:
+    """A whole job file."""
+
+    input: InputConfig
+    output: str
+    name: str = "map"
+    sample: SampleConfig = SampleConfig()
+    neighbors: NeighborsConfig = NeighborsConfig()
+    affinity: AffinityConfig = AffinityConfig()
+    edges: EdgesConfig = EdgesConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    gates: GatesConfig = GatesConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+_JOB = TypeAdapter(Job)
+
+
+def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
+    """The job in the file, with `section.key=value` settings laid over it."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); give a job file") from error
+    data = _parse_yaml(text, str(path))
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}: holds {_kind(data)}, a job file holds sections; see lakemap init"
+        )
+    for override in overrides:
+        _override(data, override)
+    return build_job(data, str(path), path.absolute().parent)
+
+
+def build_job(data: Mapping[str, Any], where: str, base: Path) -> Job:
+    """The job the data describe; `base` is where relative paths start."""
+    try:
+        job: Job = _JOB.validate_python(data)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(error)}") from error
+    _check_together(job, where)
+    source = replace(job.input, path=_absolute(job.input.path, base))
+    return replace(job, input=source, output=_absolute(job.output, base))
+
+
+def _absolute(path: str, base: Path) -> str:
+    return path if "://" in path else str(base / path)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise ConfigError(f"{where}{place}: not YAML ({problem}); correct it") from error
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    """Lay one `section.key=value` over the data."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"--set {text}: needs the form section.key=value")
+    *sections, key = name.strip().split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {text}: {section} is {_kind(data)}, not a section")
+    data[key] = _parse_yaml(value, f"--set {text}")
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing wrong, as where, what was found, what was needed."""
+    first = error.errors()[0]
+    place = ".".join(str(step) for step in first["loc"] if step not in ("function-after",))
+    if first["type"] == "unexpected_keyword_argument":
+        return _unknown_key([str(step) for step in first["loc"]])
+    if first["type"] in ("missing", "missing_argument"):
+        return f"{place} is missing; add it"
+    needed = first["msg"].removeprefix("Input should be ")
+    if first["type"] in ("dataclass_type", "dataclass_exact_type"):
+        return f"{place} is {_kind(first['input'])}; it must be a section of keys"
+    return f"{place} is {first['input']!r}; it must be {needed}"
+
+
+def _unknown_key(steps: list[str]) -> str:
+    section: Any = Job
+    for step in steps[:-1]:
+        section = get_type_hints(section)[step]
+    known = [field.name for field in fields(section)]
+    close = difflib.get_close_matches(steps[-1], known, n=1, cutoff=0.5)
+    hint = f"did you mean {'.'.join([*steps[:-1], close[0]])}?" if close else f"known: {known}"
+    return f"unknown key {'.'.join(steps)}; {hint}"
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _check_together(job: Job, where: str) -> None:
+    """Settings that are fine alone but not together."""
+    perplexity, k = job.affinity.perplexity, job.neighbors.k
+    if 3 * perplexity > k:
+        needed = int(-(-3 * perplexity // 1))
+        raise ConfigError(
+            f"{where}: affinity.perplexity {perplexity:g} needs {needed} neighbors per row, "
+            f"neighbors.k is {k}; raise neighbors.k or lower the perplexity to {k / 3:g}"
+        )
+    needed_edges = job.train.steps * (job.train.batch // 2)
+    if job.edges.samples is not None and job.edges.samples < needed_edges:
+        raise ConfigError(
+            f"{where}: edges.samples is {job.edges.samples}, training consumes {needed_edges} "
+            f"(train.steps x train.batch / 2); raise it or leave it out"
+        )
+    if job.cluster.kind == "scheduler" and not job.cluster.address:
+        raise ConfigError(
+            f"{where}: cluster.kind scheduler needs cluster.address (tcp://host:8786)"
+        )
+    if job.input.partition_bytes < 1 << 16:
+        raise ConfigError(
+            f"{where}: input.partition_bytes is {job.input.partition_bytes}; "
+            f"it must be 64KiB or more"
+        )
+
+
+def to_yaml(job: Job) -> str:
+    """The job, defaults included, as a job file."""
+    return yaml.safe_dump(_plain(job), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, ByteSize) else value

@@ -1,0 +1,247 @@
+"""Folders in object stores (a local disk is one), and blocks of arrays and tables inside them.
+
+Everything goes through obstore, so a local path, s3://, gs:// and az:// behave alike: puts are
+atomic, `create` is a conditional put, nothing is ever renamed.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zarr
+from numpy.typing import NDArray
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, from_url
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.core.buffer import Buffer, cpu
+from zarr.storage import MemoryStore
+
+from pipeline.errors import StoreError
+
+# Arrays are cut into chunks of about this size: small enough to read a slice of a bucket
+# without the whole block, large enough to keep the number of objects low.
+CHUNK_BYTES = 4 << 20
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A place under which objects have keys; picklable, opened once per process."""
+
+    url: str
+
+    def join(self, name: str) -> "Folder":
+        """The folder of that name inside this one."""
+        return Folder(f"{self.url.rstrip('/')}/{name}")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the whole object at once, replacing an older one."""
+        store, path = self._locate(key)
+        with _explained(self, key):
+            obstore.put(store, path, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """True if the object did not exist and is now there; False if it was there already."""
+        store, path = self._locate(key)
+        with _explained(self, key):
+            try:
+                obstore.put(store, path, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes; FileNotFoundError when there is none."""
+        store, path = self._locate(key)
+        with _explained(self, key):
+            return bytes(obstore.get(store, path).bytes())
+
+    def find(self, key: str) -> bytes | None:
+        """The object's bytes, or None when there is none."""
+        try:
+            return self.get(key)
+        except FileNotFoundError:
+            return None
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Size of every object below the prefix, by key relative to this folder."""
+        store, path = self._locate(prefix)
+        root = len(self._locate("")[1])
+        with _explained(self, prefix):
+            found = [meta for page in obstore.list(store, path) for meta in page]
+        return {meta["path"][root:].lstrip("/"): meta["size"] for meta in found}
+
+    def copy_to(self, key: str, target: "Folder", target_key: str) -> None:
+        """Copy an object inside the same store: a hard link on disk, server-side elsewhere."""
+        store, path = self._locate(key)
+        with _explained(target, target_key):
+            obstore.copy(store, path, target._locate(target_key)[1])
+
+    def delete(self, key: str) -> None:
+        """Remove one object; one that is not there is no error."""
+        store, path = self._locate(key)
+        with _explained(self, key):
+            try:
+                obstore.delete(store, path)
+            except FileNotFoundError:
+                return
+
+    def _locate(self, key: str) -> tuple[Any, str]:
+        root, prefix = _split_url(self.url)
+        path = f"{prefix}/{key}" if key else prefix
+        return _open_store(root), path.strip("/")
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme == "file":
+        return "/", str(Path(rest if separator else url).absolute())
+    bucket, _, prefix = rest.partition("/")
+    return f"{scheme}://{bucket}", prefix
+
+
+@lru_cache(maxsize=32)
+def _open_store(root: str) -> Any:
+    return LocalStore("/") if root == "/" else from_url(root)
+
+
+@contextmanager
+def _explained(folder: Folder, key: str) -> Iterator[None]:
+    """Turn the store's own errors into one line that names the object."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (BaseError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise StoreError(f"{folder.url}/{key}: {reason}; check path, rights and space") from error
+
+
+def encode_arrays(arrays: Arrays) -> dict[str, bytes]:
+    """Objects of a Zarr 3 group that holds the arrays, by name; every chunk ends in a CRC32C."""
+    objects: dict[str, Any] = {}
+    group = zarr.create_group(MemoryStore(objects), zarr_format=3)
+    for name, array in arrays.items():
+        row_bytes = max(1, array.itemsize * int(np.prod(array.shape[1:])))
+        rows = max(1, min(len(array), CHUNK_BYTES // row_bytes))
+        group.create_array(
+            name,
+            data=np.ascontiguousarray(array),
+            chunks=(rows, *array.shape[1:]),
+            compressors=[ZstdCodec(level=1), Crc32cCodec()],
+            fill_value=_fill_value(array.dtype),
+            config={"write_empty_chunks": True},
+        )
+    return {key: bytes(value.to_bytes()) for key, value in sorted(objects.items())}
+
+
+def _fill_value(dtype: np.dtype[Any]) -> Any:
+    """A value no stage writes, so that a lost chunk cannot pass for data (uint8 has none)."""
+    if dtype.kind == "f":
+        return np.nan
+    return -1 if dtype.kind == "i" else 0
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """The table as one Parquet file, zstd-compressed."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", row_group_size=1 << 20)
+    return sink.getvalue()
+
+
+def decode_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
+    """The table of a Parquet file; single-threaded, as every task is."""
+    return pq.read_table(io.BytesIO(data), columns=columns, use_threads=False)
+
+
+def checksum(objects: Mapping[str, bytes]) -> str:
+    """SHA-256 over names and bytes of the objects, in order of name."""
+    digest = hashlib.sha256()
+    for name in sorted(objects):
+        digest.update(f"{name}\0{len(objects[name])}\0".encode())
+        digest.update(objects[name])
+    return digest.hexdigest()
+
+
+class BlockArrays:
+    """The arrays of one committed block, each readable by a range of rows."""
+
+    def __init__(self, folder: Folder, objects: Mapping[str, int]) -> None:
+        self._folder = folder
+        self._objects = {
+            name.removeprefix("arrays/"): size
+            for name, size in objects.items()
+            if name.startswith("arrays/")
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Rows start..stop of the array; a damaged or missing object is named."""
+        chunk_rows, n_rows = self._shape(name)
+        stop = n_rows if stop is None else min(stop, n_rows)
+        wanted = [
+            key
+            for key in self._objects
+            if key.startswith(f"{name}/c/")
+            and _overlaps(int(key.split("/")[2]) * chunk_rows, chunk_rows, start, stop)
+        ]
+        held = {key: self._load(key) for key in wanted}
+        held[f"{name}/zarr.json"] = self._load(f"{name}/zarr.json")
+        return self._decode(name, held, slice(start, stop))
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        array = self._open(name, {f"{name}/zarr.json": self._load(f"{name}/zarr.json")})
+        return array.chunks[0], array.shape[0]
+
+    def _decode(self, name: str, held: Mapping[str, bytes], rows: slice) -> NDArray[Any]:
+        try:
+            return np.asarray(self._open(name, held)[rows])
+        except (ValueError, RuntimeError) as error:
+            raise _damaged(self._folder, f"arrays/{name}", str(error)) from error
+
+    def _open(self, name: str, held: Mapping[str, bytes]) -> Any:
+        buffers: dict[str, Buffer] = {
+            key: cpu.Buffer.from_bytes(data) for key, data in held.items()
+        }
+        return zarr.open_array(MemoryStore(buffers), path=name, mode="r")
+
+    def _load(self, key: str) -> bytes:
+        size = self._objects.get(key)
+        if size is None:
+            raise KeyError(f"{self._folder.url}: block has no {key}")
+        return read_checked(self._folder, f"arrays/{key}", size)
+
+
+def _overlaps(chunk_start: int, chunk_rows: int, start: int, stop: int) -> bool:
+    return chunk_start < stop and chunk_start + chunk_rows > start
+
+
+def read_checked(folder: Folder, key: str, size: int) -> bytes:
+    """The object's bytes, which must be there and of the committed size."""
+    data = folder.find(key)
+    if data is None:
+        raise _damaged(folder, key, "it is missing")
+    if len(data) != size:
+        raise _damaged(folder, key, f"it has {len(data)} bytes, its commit says {size}")
+    return data
+
+
+def _damaged(folder: Folder, key: str, what: str) -> StoreError:
+    store = folder.url.split("/data/")[0]
+    return StoreError(f"{folder.url}/{key} is damaged: {what}; remove {store} and run again")
+
+
+def put_all(folder: Folder, objects: Mapping[str, bytes]) -> None:
+    """Write the objects, several at a time."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda item: folder.put(*item), objects.items()))
