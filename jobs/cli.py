@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 app = typer.Typer(
@@ -184,12 +183,9 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
             with make_observer(console) as observer:
                 return flow.run(job, runner, observer, only)
         except KeyboardInterrupt:
-            console.print(
-                f"stopped; finished partitions are kept, go on with: lakemap run {job_file}",
-                highlight=False,
-                soft_wrap=True,
-            )
-            raise
+            line = f"stopped; finished partitions are kept, go on with: lakemap run {job_file}"
+            console.print(line, highlight=False, soft_wrap=True)
+            raise typer.Exit(STOPPED) from None
 
 
 def _announce(console: Any, link: str) -> None:
@@ -222,14 +218,7 @@ def main() -> None:
     logging.getLogger("lakemap").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(arguments, standalone_mode=False)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        sys.exit(STOPPED)
+        app(arguments)
     except Exception as error:
         if debug:
             raise

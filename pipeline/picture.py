@@ -1,25 +1,25 @@
-"""The map as a picture and the training as curves: arrays in, PNG bytes and SVG text out."""
+"""The map as a picture: rows per pixel in, PNG bytes out."""
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 
 DPI = 100
-WIDTH, HEIGHT = 1400, 1200
+WIDTH, HEIGHT = 1440, 1200
 MAP_LEFT, MAP_BOTTOM, MAP_SIDE = 24, 64, 1076
-LEGEND_LEFT, LEGEND_RIGHT, LEGEND_LINE = 1128, 1376, 30
+LEGEND_LEFT, LEGEND_RIGHT, LEGEND_LINE = 1128, 1416, 30
+LINE = 24 / MAP_SIDE  # height of a name on the map
 FONT = "DejaVu Sans"
+OTHER_NAME = "(other)"  # a category of this name is what its maker had no name for
 INK, FAINT, OTHER = "#22262b", "#6b7280", "#a8adb4"
 # Ten that differ most first, none so light that it is lost on white, no grey: that is "other".
 PALETTE = (
@@ -30,8 +30,6 @@ PALETTE = (
 DENSITY = ("#bfd8ee", "#62a8d3", "#2171b5", "#08306b")
 # Opacity of the emptiest pixel that holds a row: a lone row must be seen, a crowd stand out.
 FAINTEST = 0.35
-MAX_BINS = 400
-PLACES = {"pair": PALETTE[1], "layer": PALETTE[4]}
 
 
 class Raster(NamedTuple):
@@ -62,16 +60,6 @@ class Scale(NamedTuple):
     shares: NDArray[np.float64]
 
 
-class Bins(NamedTuple):
-    """A telemetry column over at most MAX_BINS runs of steps; NaN where no value is finite."""
-
-    step: NDArray[np.float64]
-    low: NDArray[np.float64]
-    mean: NDArray[np.float64]
-    high: NDArray[np.float64]
-    n_infinite: int
-
-
 def rasterize(
     xy: NDArray[np.float32],
     codes: NDArray[np.integer[Any]],
@@ -100,7 +88,7 @@ def rasterize(
 
 
 def draw_map(raster: Raster, title: str) -> bytes:
-    """PNG of the map, 1400 by 1200 pixels; equal rasters give equal bytes."""
+    """PNG of the map, 1440 by 1200 pixels; equal rasters give equal bytes."""
     groups = _group_categories(raster)
     n_rows = sum(group.n_rows for group in groups)
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
@@ -121,37 +109,7 @@ def draw_map(raster: Raster, title: str) -> bytes:
         _draw_bar(figure, scale, radius)
     _write(figure, MAP_LEFT, HEIGHT - 36, _shorten(title, 90), size=17, weight="bold")
     _write(figure, MAP_LEFT, 32, _caption(n_rows, raster.n_outside), size=11, color=FAINT)
-    return _save(figure, "png", {"Software": None})
-
-
-def draw_curves(telemetry: Mapping[str, NDArray[Any]]) -> str:
-    """SVG text of loss, gradient magnitudes and clipped share per step, to put inside a page.
-
-    Columns step and loss are needed; exaggeration, pair_gradient, pair_gradient_after,
-    pair_clipped and the same of layer_ are drawn where they are there. No steps, no text.
-    """
-    if len(telemetry["step"]) == 0:
-        return ""
-    with mpl.rc_context({"svg.hashsalt": "lakemap", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9, 8.4), facecolor="white", layout="constrained")
-        loss, gradient, clipped = figure.subplots(3, sharex=True, height_ratios=[3, 3, 2])
-        _draw_loss(loss, telemetry)
-        _draw_gradients(gradient, telemetry)
-        _draw_clipped(clipped, telemetry)
-        _mark_exaggeration((loss, gradient, clipped), telemetry)
-        for axes, name in ((loss, "loss"), (gradient, "largest gradient"), (clipped, "clipped")):
-            axes.set_ylabel(name)
-            axes.grid(color="#e5e7eb", linewidth=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
-            if axes.get_legend_handles_labels()[0]:
-                # Above the panel, where it hides no curve.
-                axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
-        figure.align_ylabels()
-        clipped.set_xlabel("step")
-        unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        text = _save(figure, "svg", unwanted).decode()
-    # The XML prolog is not allowed inside a page.
-    return text[text.index("<svg") :]
+    return save_figure(figure, "png", {"Software": None})
 
 
 def _rectangle(
@@ -185,17 +143,18 @@ def _group_categories(raster: Raster) -> list[Group]:
     """Groups in the given order; beyond twenty the twenty largest by size, then the others."""
     n_rows = raster.counts.sum(axis=(1, 2), dtype=np.int64)
     n_colours = len(PALETTE)
-    order = np.arange(len(n_rows))
+    order = np.array([i for i, name in enumerate(raster.categories) if name != OTHER_NAME], int)
     if len(order) > n_colours:
-        order = np.argsort(-n_rows, kind="stable")
+        order = order[np.argsort(-n_rows[order], kind="stable")]
     groups = [
         Group(raster.categories[i], colour, raster.counts[i], int(n_rows[i]))
         for i, colour in zip(order[:n_colours], PALETTE, strict=False)
     ]
-    rest = order[n_colours:]
+    rest = np.setdiff1d(np.arange(len(n_rows)), order[:n_colours])
     if rest.size:
         counts = raster.counts[rest].sum(axis=0, dtype=np.int64)
-        groups.append(Group(f"{rest.size:,} others", OTHER, counts, int(n_rows[rest].sum())))
+        name = "others" if OTHER_NAME in raster.categories else f"{rest.size:,} others"
+        groups.append(Group(name, OTHER, counts, int(n_rows[rest].sum())))
     return groups
 
 
@@ -297,12 +256,17 @@ def _draw_legend(figure: Figure, groups: Sequence[Group]) -> None:
         y = top - i * LEGEND_LINE
         swatch = _rectangle(LEGEND_LEFT, y - 8, 16, 16)
         figure.add_artist(Rectangle(swatch[:2], *swatch[2:], color=group.colour, linewidth=0))
-        _write(figure, LEGEND_LEFT + 26, y, _shorten(group.name, 15) or "(no name)", size=12)
-        _write(figure, LEGEND_RIGHT, y, f"{group.n_rows:,}", size=12, ha="right")
+        rows = f"{group.n_rows:,}"
+        name = _shorten(group.name, 28 - len(rows)) or "(no name)"
+        _write(figure, LEGEND_LEFT + 26, y, name, size=11)
+        _write(figure, LEGEND_RIGHT, y, rows, size=11, ha="right")
 
 
 def _densest_place(counts: NDArray[np.integer[Any]]) -> tuple[float, float]:
-    """Where most rows are, x and y as shares of the picture: the mean around the fullest tile."""
+    """Where to name most rows, x and y as shares of the picture: amid those near the fullest tile.
+
+    A crowd smaller than its name would be hidden by it, so the name goes above.
+    """
     height, width = counts.shape
     tile = max(1, min(height, width) // 24)
     rows, columns = np.nonzero(counts)
@@ -313,7 +277,9 @@ def _densest_place(counts: NDArray[np.integer[Any]]) -> tuple[float, float]:
     near = (abs(rows // tile - row) <= 1) & (abs(columns // tile - column) <= 1)
     x = np.average(columns[near], weights=weights[near])
     y = np.average(rows[near], weights=weights[near])
-    return (float(x) + 0.5) / width, (float(y) + 0.5) / height
+    spread = float(np.sqrt(np.average((rows[near] - y) ** 2, weights=weights[near]))) / height
+    above = 2 * spread + LINE / 2 if spread < LINE / 2 else 0.0
+    return (float(x) + 0.5) / width, (float(y) + 0.5) / height + above
 
 
 def _draw_names(axes: Axes, groups: Sequence[Group]) -> None:
@@ -333,11 +299,11 @@ def _find_room(
     x: float, y: float, n_characters: int, placed: Sequence[tuple[float, float, float]]
 ) -> tuple[float, float, float]:
     """Centre and half width of a name near x, y that hides no name already placed."""
-    line, half = 24 / MAP_SIDE, n_characters * 5.5 / MAP_SIDE
+    half = n_characters * 5.5 / MAP_SIDE
     x = min(max(x, half), 1 - half)
     for step in (0, 1, -1, 2, -2, 3, -3):
-        low = min(max(y + step * line, line / 2), 1 - line / 2)
-        if all(abs(x - a) > half + c or abs(low - b) >= 0.9 * line for a, b, c in placed):
+        low = min(max(y + step * LINE, LINE / 2), 1 - LINE / 2)
+        if all(abs(x - a) > half + c or abs(low - b) >= 0.9 * LINE for a, b, c in placed):
             return x, low, half
     return x, y, half
 
@@ -369,7 +335,7 @@ def _draw_bar(figure: Figure, scale: Scale, radius: int) -> None:
     _write(figure, LEGEND_LEFT + 4, MAP_BOTTOM + MAP_SIDE - 16, text, size=12)
 
 
-def _save(figure: Figure, kind: str, metadata: dict[str, str | None]) -> bytes:
+def save_figure(figure: Figure, kind: str, metadata: dict[str, str | None]) -> bytes:
     """The figure as a file of that kind."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
@@ -377,83 +343,3 @@ def _save(figure: Figure, kind: str, metadata: dict[str, str | None]) -> bytes:
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
     return buffer.getvalue()
-
-
-def _bin(telemetry: Mapping[str, NDArray[Any]], name: str) -> Bins:
-    """The column over runs of steps, so that a million steps make no larger picture."""
-    step = np.asarray(telemetry["step"], dtype=np.float64)
-    values = np.asarray(telemetry.get(name, np.full(len(step), np.nan)), dtype=np.float64)
-    n_infinite = int(np.isinf(values).sum())
-    finite = np.isfinite(values)
-    values = np.where(finite, values, np.nan)
-    n_bins = min(MAX_BINS, len(step))
-    starts = np.arange(n_bins) * len(step) // n_bins
-    n_finite = np.add.reduceat(finite, starts, dtype=np.float64)
-    n_finite[n_finite == 0] = np.nan
-    mean = np.add.reduceat(np.where(finite, values, 0), starts) / n_finite
-    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
-    return Bins(step[starts], low, mean, high, n_infinite)
-
-
-def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The moving average over a twentieth of the values, NaN left out."""
-    kernel = np.ones(max(1, len(values) // 20))
-    finite = np.isfinite(values)
-    weight = np.convolve(finite, kernel, mode="same")
-    total = np.convolve(np.where(finite, values, 0), kernel, mode="same")
-    return np.where(weight > 0.5, total / np.maximum(weight, 1), np.nan)
-
-
-def _draw_loss(axes: Axes, telemetry: Mapping[str, NDArray[Any]]) -> None:
-    """Nothing; draws the loss, raw in light and smoothed."""
-    loss = _bin(telemetry, "loss")
-    axes.fill_between(loss.step, loss.low, loss.high, color=PALETTE[0], alpha=0.15, linewidth=0)
-    axes.plot(loss.step, loss.mean, color=PALETTE[0], alpha=0.4, linewidth=0.8, label="raw")
-    axes.plot(loss.step, _smooth(loss.mean), color=PALETTE[0], linewidth=1.8, label="smoothed")
-
-
-def _draw_gradients(axes: Axes, telemetry: Mapping[str, NDArray[Any]]) -> None:
-    """Nothing; draws the largest gradient of pairs and layers, shaded where a clip cut it off."""
-    for place, colour in PLACES.items():
-        before = _bin(telemetry, f"{place}_gradient")
-        after = _bin(telemetry, f"{place}_gradient_after").high
-        acted = _bin(telemetry, f"{place}_clipped").high > 0
-        high = np.where(before.high > 0, before.high, np.nan)
-        if np.isfinite(high).any():
-            infinite = f" ({before.n_infinite:,} infinite)" if before.n_infinite else ""
-            label = f"{place}, before clip{infinite}"
-            axes.plot(before.step, high, color=colour, linewidth=1, label=label)
-            axes.set_yscale("log")
-        if (acted & (after > 0)).any():
-            limit = float(np.nanmax(after[acted]))
-            axes.fill_between(before.step, after, high, color=colour, alpha=0.2, linewidth=0)
-            label = f"{place}, after clip at {limit:.3g}"
-            axes.axhline(limit, color=colour, linestyle="--", linewidth=1.4, label=label)
-
-
-def _draw_clipped(axes: Axes, telemetry: Mapping[str, NDArray[Any]]) -> None:
-    """Nothing; draws the share of gradient entries that were clipped, mean and largest."""
-    for place, colour in PLACES.items():
-        share = _bin(telemetry, f"{place}_clipped")
-        if (share.high > 0).any():
-            axes.fill_between(share.step, 0, share.high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(share.step, share.mean, color=colour, linewidth=1.4, label=place)
-    if not axes.lines:
-        text = "no clipping on record"
-        axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", color=FAINT)
-    axes.set_ylim(0, None if axes.lines else 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-
-
-def _mark_exaggeration(panels: Sequence[Axes], telemetry: Mapping[str, NDArray[Any]]) -> None:
-    """Nothing; draws a line through all panels where early exaggeration ends, if it does."""
-    exaggerated = np.asarray(telemetry.get("exaggeration", [])) > 1
-    ends = np.flatnonzero(exaggerated[:-1] & ~exaggerated[1:])
-    if ends.size == 0:
-        return
-    step = float(telemetry["step"][ends[-1] + 1])
-    for axes in panels:
-        axes.axvline(step, color=FAINT, linestyle=":", linewidth=1)
-    across = panels[0].get_xaxis_transform()
-    place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "top"}
-    panels[0].annotate("exaggeration ends", (step, 1), xycoords=across, color=FAINT, **place)

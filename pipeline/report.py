@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 TEMPLATE = Path(__file__).parent / "stages" / "report.html"
 ABSENT = "-"
@@ -24,8 +23,8 @@ class StageRow:
     wall_seconds: float
     rows_per_second: float
     peak_bytes: int
-    skipped: bool
     store: str
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ def render_report(report: Report) -> str:
     return environment.get_template(TEMPLATE.name).render(
         report=report,
         picture=b64encode(report.picture).decode(),
-        curves=Markup(report.curves),
         n_refused=sum(not gate.passed for gate in report.gates),
         longest=max((stage.wall_seconds for stage in report.stages), default=0) or 1,
     )

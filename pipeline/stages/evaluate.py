@@ -20,7 +20,7 @@ from pipeline.kernels.neighbors import widen
 from pipeline.kernels.sampling import draw_positions
 from pipeline.manifest import Part, Plan, Record, Store, open_store
 from pipeline.partitions import Partition
-from pipeline.picture import rasterize
+from pipeline.picture import OTHER_NAME, rasterize
 from pipeline.runner import Report
 from pipeline.stage import (
     PROCESS_BYTES,
@@ -35,7 +35,6 @@ from pipeline.stages.embed import COLOURED_LABELS, label_text
 
 PIXELS = 800
 MAP_FILES_PER_TASK = 32
-OTHER = "(other)"
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def categories(embed: Store) -> tuple[str, ...]:
     labels = tuple(embed.manifest.metrics["labels"])
     if not labels:
         return ("",)
-    return (*labels, OTHER) if embed.manifest.metrics["n_labels"] > len(labels) else labels
+    return (*labels, OTHER_NAME) if embed.manifest.metrics["n_labels"] > len(labels) else labels
 
 
 @lru_cache(maxsize=4)

@@ -70,8 +70,11 @@ def prepare(context: Context[Source]) -> Plan:
 def read_rows(source: Source, partition: Partition, facts: Any) -> Rows:
     """The partition's rows, from files that must not have changed since the snapshot."""
     names = {piece.path for piece in partition.pieces}
+    is_zarr = partition.pieces[0].group < 0  # its pieces do not name the chunks they touch
     files = {
-        path: InputFile(path, size, etag) for path, size, etag in facts["files"] if path in names
+        path: InputFile(path, size, etag)
+        for path, size, etag in facts["files"]
+        if is_zarr or path in names
     }
     return read_partition(source, partition, facts["width"], facts["dtype"], files)
 

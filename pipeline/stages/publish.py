@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import ClusterConfig, GatesConfig, Job, to_yaml
+from pipeline.curves import draw_curves
 from pipeline.errors import GateError, StageError
 from pipeline.manifest import Part, Store
 from pipeline.partitions import Partition
-from pipeline.picture import Raster, draw_curves, draw_map
+from pipeline.picture import Raster, draw_map
 from pipeline.report import Gate, Metric, Report, RowCount, StageRow, render_report
 from pipeline.runner import Report as Progress
 from pipeline.stage import (

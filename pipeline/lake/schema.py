@@ -9,8 +9,8 @@ import pyarrow as pa
 from pyarrow import types
 
 from pipeline.errors import InputError
-from pipeline.lake_files import Root, Source
-from pipeline.lake_rows import STORED_DTYPES, Block, to_flags
+from pipeline.lake.files import Root, Source
+from pipeline.lake.rows import STORED_DTYPES, Block, to_flags
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 

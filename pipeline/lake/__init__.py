@@ -1,14 +1,13 @@
 """The input lake: what lies there, how its rows fall into partitions, and reading one partition.
 
-Files are in lake_files.py, good and bad rows in lake_rows.py, the formats in lake_parquet.py
-and lake_zarr.py.
+Files are in files.py, good and bad rows in rows.py, the formats in parquet.py and zarr.py.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from pipeline.lake_files import (
+from pipeline.lake.files import (
     InputFile,
     Snapshot,
     Source,
@@ -17,9 +16,9 @@ from pipeline.lake_files import (
     open_root,
     take_snapshot,
 )
-from pipeline.lake_parquet import plan_parquet, read_parquet
-from pipeline.lake_rows import LakePlan, Rows, collect_rows
-from pipeline.lake_zarr import plan_zarr, read_zarr
+from pipeline.lake.parquet import plan_parquet, read_parquet
+from pipeline.lake.rows import LakePlan, Rows, collect_rows
+from pipeline.lake.zarr import plan_zarr, read_zarr
 from pipeline.partitions import Partition
 
 __all__ = [

@@ -13,7 +13,7 @@ import zarr
 from zarr.storage import ObjectStore
 
 from pipeline.errors import InputError
-from pipeline.lake_files import (
+from pipeline.lake.files import (
     ZARR_MARKERS,
     InputFile,
     Root,
@@ -24,7 +24,7 @@ from pipeline.lake_files import (
     open_root,
     store_errors,
 )
-from pipeline.lake_rows import STORED_DTYPES, Block, LakePlan, Matrix
+from pipeline.lake.rows import STORED_DTYPES, Block, LakePlan, Matrix
 from pipeline.partitions import Partition, Piece, split_rows
 
 BLOCK_BYTES = 16 << 20  # vectors decoded at once, unless one chunk is larger

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.errors import InputError
-from pipeline.lake_files import Source
+from pipeline.lake.files import Source
 from pipeline.partitions import Partition
 
 STORED_DTYPES = frozenset({"uint8", "int8", "float16", "float32"})

@@ -84,8 +84,9 @@ class Root:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's first line; obstore appends many lines of debug output to its own."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The error's first line; obstore appends the server's XML and many lines of debug output."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition("<?xml")[0].rstrip(": ")
 
 
 @contextmanager
@@ -191,7 +192,9 @@ def take_snapshot(source: Source) -> Snapshot:
     root = open_root(source.path)
     found = _list_files(root)
     if not found:
-        raise InputError(f"input {source.path}: empty folder, or none; check input.path")
+        raise InputError(
+            f"input {source.path}: no files there (an empty folder, or none); check input.path"
+        )
     files = _select(root, source, found)
     if not files:
         raise InputError(

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from pyarrow import types
 
 from pipeline.errors import InputError
-from pipeline.lake_arrow import column_rows, list_rows, plain_array
-from pipeline.lake_files import (
+from pipeline.lake.arrow import column_rows, list_rows, plain_array
+from pipeline.lake.files import (
     N_THREADS,
     InputFile,
     Root,
@@ -31,8 +31,8 @@ from pipeline.lake_files import (
     open_root,
     store_errors,
 )
-from pipeline.lake_rows import Block, LakePlan
-from pipeline.lake_schema import (
+from pipeline.lake.rows import Block, LakePlan
+from pipeline.lake.schema import (
     FileFacts,
     check_columns,
     column_types,

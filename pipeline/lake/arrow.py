@@ -5,7 +5,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import types
 
-from pipeline.lake_rows import Faults, Matrix
+from pipeline.lake.rows import Faults, Matrix
 
 
 def plain_array(column: pa.Array) -> pa.Array:

@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipeline.kernels.edges import apportion, draw_negatives, draw_positives
+from pipeline.kernels.symmetrize import SparseRows
+
+
+def _graph() -> SparseRows:
+    """Return 5 rows, two of them empty, with entries of value 0 first, inside and last."""
+    return SparseRows(
+        np.array([0, 3, 3, 5, 9, 9]),
+        np.array([4, 7, 10**12, 1, 2, 0, 3, 8, 9]),
+        np.array([0, 0.1, 0.2, 0, 1e-3, 0.3, 0, 0.399, 0], dtype=np.float32),
+    )
+
+
+def test_positives_are_drawn_by_value() -> None:
+    graph, n_draws = _graph(), 200_000
+    rows, columns = draw_positives(graph, n_draws, np.random.default_rng(0))
+    assert rows.dtype == columns.dtype == np.int64
+    owners = np.repeat(np.arange(5), np.diff(graph.offsets))
+    for row, column, value in zip(owners, graph.columns, graph.values, strict=True):
+        share = ((rows == row) & (columns == column)).mean()
+        expected = value / graph.values.sum()
+        assert abs(share - expected) <= 5 * np.sqrt(expected / n_draws)
+
+
+def test_positives_come_in_random_order() -> None:
+    rows, _ = draw_positives(_graph(), 20_000, np.random.default_rng(1))
+    assert abs(np.corrcoef(rows, np.arange(rows.size))[0, 1]) < 0.03
+    assert abs(np.corrcoef(rows[1:], rows[:-1])[0, 1]) < 0.03
+
+
+def test_a_height_that_rounds_to_the_total_stays_inside() -> None:
+    class Last(np.random.Generator):
+        def random(self, size: int) -> NDArray[np.float64]:  # type: ignore[override]
+            return np.ones(size)
+
+    rows, columns = draw_positives(_graph(), 3, Last(np.random.PCG64(0)))
+    assert rows.tolist() == [3, 3, 3]
+    assert columns.tolist() == [8, 8, 8]
+
+
+def test_edges_are_the_same_for_the_same_seed() -> None:
+    first, again = (draw_positives(_graph(), 99, np.random.default_rng([1, 2])) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+
+
+def test_no_mass_is_refused_unless_nothing_is_drawn() -> None:
+    empty = SparseRows(np.zeros(3, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+    rng = np.random.default_rng(0)
+    assert draw_positives(empty, 0, rng)[0].size == 0
+    with pytest.raises(ValueError, match="cannot draw 5 edges"):
+        draw_positives(empty, 5, rng)
+    with pytest.raises(ValueError, match="cannot draw 5 edges"):
+        draw_positives(_graph()._replace(values=np.zeros(9, np.float32)), 5, rng)
+
+
+@given(st.integers(2, 50), st.integers(0, 9), st.integers(0, 10**6))
+def test_negatives_are_rows_but_never_the_head(n_rows: int, n_negatives: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads = rng.integers(n_rows, size=30)
+    negatives = draw_negatives(heads, n_rows, n_negatives, rng)
+    assert negatives.shape == (30, n_negatives)
+    assert ((negatives >= 0) & (negatives < n_rows)).all()
+    assert (negatives != heads[:, None]).all()
+
+
+@pytest.mark.parametrize("head", [0, 3, 6])
+def test_negatives_are_uniform_over_the_others(head: int) -> None:
+    negatives = draw_negatives(np.full(20_000, head), 7, 5, np.random.default_rng(2))
+    share = np.bincount(negatives.ravel(), minlength=7) / negatives.size
+    expected = np.where(np.arange(7) == head, 0, 1 / 6)
+    np.testing.assert_allclose(share, expected, atol=0.006)
+
+
+def test_negatives_reach_beyond_32_bits() -> None:
+    negatives = draw_negatives(np.array([5]), 10**12, 1000, np.random.default_rng(0))
+    assert negatives.max() > 2**38
+
+
+def test_negatives_need_another_row() -> None:
+    with pytest.raises(ValueError, match="at least 2 rows to draw from, found 1"):
+        draw_negatives(np.array([0]), 1, 5, np.random.default_rng(0))
+
+
+def test_counts_sum_to_the_draws_and_follow_the_masses() -> None:
+    masses = np.array([0.1, 0.0, 3.0, 0.9])
+    counts = apportion(masses, 100_000, np.random.default_rng(0))
+    assert counts.sum() == 100_000
+    np.testing.assert_allclose(counts / 100_000, masses / 4, atol=0.008)
+
+
+@given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=200), st.integers(0, 10**12))
+def test_counts_always_sum(masses: list[float], n_draws: int) -> None:
+    counts = apportion(np.array(masses), n_draws, np.random.default_rng(0))
+    assert counts.dtype == np.int64
+    assert counts.sum() == n_draws
+    assert (counts >= 0).all()
+
+
+@pytest.mark.parametrize("masses", [[], [0.0, 0.0], [-1.0, 2.0], [np.nan, 1.0], [np.inf, 1.0]])
+def test_impossible_masses_are_refused(masses: list[float]) -> None:
+    with pytest.raises(ValueError, match="masses sum to"):
+        apportion(np.array(masses), 5, np.random.default_rng(0))
