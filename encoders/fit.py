@@ -88,10 +88,10 @@ def fit_preprocessing(rows: Array, normalize: bool) -> Preprocessing:
     if n == 0:
         raise ValueError("fit_preprocessing: there are no rows; at least one is needed")
     total = sum((block.sum(0) for block in _blocks(rows, normalize)), np.zeros(d))
+    if not np.isfinite(total).all():
+        raise ValueError("fit_preprocessing: rows hold NaN or infinity; remove such rows first")
     centre = (total / n).astype(np.float32)
     squares = sum(float(np.square(block - centre).sum()) for block in _blocks(rows, normalize))
-    if not math.isfinite(squares):
-        raise ValueError("fit_preprocessing: rows hold NaN or infinity; remove such rows first")
     return Preprocessing(centre, math.sqrt(squares / rows.size) or 1.0, normalize)
 
 

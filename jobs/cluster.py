@@ -160,9 +160,17 @@ def open_runner(config: ClusterConfig, announce: Callable[[str], None]) -> Itera
     if config.kind == "serial":
         yield SerialRunner(int(config.memory or MEMORY_LIMIT), config.retries)
         return
+    _quieten()
     with _open_client(config) as client:
         announce(client.dashboard_link)
         yield DaskRunner(client, config.retries)
+
+
+def _quieten() -> None:
+    """Keep Dask's own log lines out of ours; what matters reaches us as exceptions."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("distributed", "tornado", "bokeh"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager

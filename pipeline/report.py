@@ -14,7 +14,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True)
 class StageRow:
-    """What one stage did; `seconds` is summed over tasks, `skipped` means an earlier run did it."""
+    """What one stage did; `seconds` is summed over its tasks."""
 
     name: str
     n_parts: int
@@ -24,7 +24,6 @@ class StageRow:
     rows_per_second: float
     peak_bytes: int
     store: str
-    skipped: bool = False
 
 
 @dataclass(frozen=True)

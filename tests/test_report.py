@@ -13,7 +13,7 @@ EVIL = "<script>alert('x')</script>"
 PNG = b"\x89PNG not really"
 STAGES = (
     StageRow("ingest", 4, 120_000, 83.2, 41.7, 2877.7, 734_003_200, "ingest/0a1b"),
-    StageRow("train", 1, 60_000, 7_260.0, 7_260.0, 8.26, 2_147_483_648, "train/9f8e", True),
+    StageRow("train", 1, 60_000, 7_260.0, 7_260.0, 8.26, 2_147_483_648, "train/9f8e"),
 )
 REPORT = Report(
     name="digits",
@@ -95,7 +95,7 @@ def test_the_page_asks_for_nothing_outside_itself() -> None:
     [
         *("120,240 read = 120,000 mapped + 240 quarantined", "60,000 rows", "12,034 rows"),
         *("0.9532", "0.9491 to 0.9572", "not measured", "0.9655", "20260102-0a1b2c"),
-        *("41.7 s", "1 min 23 s", "2 h 01 min", "700.0 MiB", "2.0 GiB", "2,878", "train (reused)"),
+        *("41.7 s", "1 min 23 s", "2 h 01 min", "700.0 MiB", "2.0 GiB", "2,878"),
         *("vector holds NaN 140", "part-00001.parquet 4,711 id-17", "recall was measured"),
         *("✓ passed", "✗ refused", "1 refused", "map/part-0.parquet coordinates"),
         *("url: s3://bucket/lake # <ours>", "numpy 2.4.6", "torch 2.13.0", "ingest/0a1b"),

@@ -44,8 +44,12 @@ def do_part(context: Context[SymmetrizeSettings], partition: Partition, _: Repor
     reverse_rows, reverse_columns, reverse_values = _reverse(context, partition)
     graph = joint_probabilities(
         partition.n_rows,
-        rows, ids.ravel(), values.ravel(),
-        reverse_rows - partition.start, reverse_columns, reverse_values,
+        rows,
+        ids.ravel(),
+        values.ravel(),
+        reverse_rows - partition.start,
+        reverse_columns,
+        reverse_values,
         neighbors.n_rows,
     )
     mass = float(graph.values.sum(dtype=np.float64))

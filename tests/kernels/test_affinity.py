@@ -139,6 +139,19 @@ def test_zeros_and_one_far_neighbor() -> None:
     _check_invariants(found, 11.5)
 
 
+@pytest.mark.parametrize(
+    ("groups", "perplexity"),
+    [([(4, 0), (21, 7e-7), (23, 2e4)], 5.5756), ([(1, 0), (10, 3e-4), (14, 0.017)], 2.3506)],
+)
+def test_groups_at_distant_scales(groups: list[tuple[int, float]], perplexity: float) -> None:
+    # the entropy is a staircase: steps without a bracket jump to and fro over a stair
+    distances = np.repeat([far for _, far in groups], [size for size, _ in groups])
+    spread = 1 + 1e-3 * np.random.default_rng(0).random((200, distances.size))
+    found = calibrate(np.sort((distances * spread).astype(np.float32), axis=1), perplexity)
+    assert found.solved.all()
+    _check_invariants(found, perplexity)
+
+
 def test_input_is_unchanged_and_may_be_empty() -> None:
     distances = _rows("chi", 10, 12)
     before = distances.copy()

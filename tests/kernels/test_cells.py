@@ -25,7 +25,8 @@ def test_cells_leave_a_small_part_of_the_variance() -> None:
 def test_centroids_are_the_same_for_the_same_seed() -> None:
     rows, _ = _blobs(3000, 7)
     first = train_centroids(rows, 16, seed=3)
-    np.testing.assert_array_equal(first, train_centroids(rows, 16, seed=3))
+    np.testing.assert_array_equal(first, train_centroids(rows.copy(), 16, seed=3))
+    assert (first != train_centroids(rows, 16, seed=4)).any()
     assert first.shape == (16, 6)
     assert first.dtype == np.float32
 
@@ -56,7 +57,7 @@ def test_few_rows_train_silently(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-@pytest.mark.parametrize("n_rows", [1, 300])
+@pytest.mark.parametrize("n_rows", [1, 9000])  # few rows are not searched by products
 def test_cells_are_the_nearest_in_order(offset: float, n_rows: int) -> None:
     rows, _ = _blobs(n_rows, 9, offset)
     centroids, _ = _blobs(40, 9, offset)
@@ -65,7 +66,7 @@ def test_cells_are_the_nearest_in_order(offset: float, n_rows: int) -> None:
     cells = assign_cells(rows, centroids, 5)
     assert cells.dtype == np.int32
     found = np.take_along_axis(distances, cells.astype(np.int64), axis=1)
-    np.testing.assert_allclose(found, np.sort(distances, axis=1)[:, :5], rtol=1e-3)
+    np.testing.assert_allclose(found, np.sort(distances, axis=1)[:, :5], rtol=1e-4)
 
 
 def test_cells_do_not_depend_on_the_batch() -> None:

@@ -34,14 +34,15 @@ def test_positives_come_in_random_order() -> None:
     assert abs(np.corrcoef(rows[1:], rows[:-1])[0, 1]) < 0.03
 
 
-def test_a_height_that_rounds_to_the_total_stays_inside() -> None:
-    class Last(np.random.Generator):
+@pytest.mark.parametrize(("height", "row", "column"), [(0.0, 0, 7), (1.0, 3, 8)])
+def test_extreme_heights_draw_entries_above_zero(height: float, row: int, column: int) -> None:
+    class Fixed(np.random.Generator):
         def random(self, size: int) -> NDArray[np.float64]:  # type: ignore[override]
-            return np.ones(size)
+            return np.full(size, height)
 
-    rows, columns = draw_positives(_graph(), 3, Last(np.random.PCG64(0)))
-    assert rows.tolist() == [3, 3, 3]
-    assert columns.tolist() == [8, 8, 8]
+    rows, columns = draw_positives(_graph(), 3, Fixed(np.random.PCG64(0)))
+    assert rows.tolist() == [row] * 3
+    assert columns.tolist() == [column] * 3
 
 
 def test_edges_are_the_same_for_the_same_seed() -> None:

@@ -98,6 +98,12 @@ def test_recall_equals_sets_of_neighbors(kind: str) -> None:
     assert neighbor_recall(rows, xy, 10) == pytest.approx(np.mean(shared) / 10)
 
 
+def test_rows_far_from_the_origin_score_the_same() -> None:
+    rows, xy = _rows_and_map("pca", 400)
+    for score in (trustworthiness, neighbor_recall):
+        assert score(rows + 1e9, xy, 8) == pytest.approx(score(rows, xy, 8), abs=1e-4)
+
+
 def test_a_perfect_map_scores_one() -> None:
     _, xy = _rows_and_map("random", 200)
     flat = np.concatenate([xy, np.full((200, 3), 1e4)], axis=1)

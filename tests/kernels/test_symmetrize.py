@@ -75,23 +75,25 @@ def test_each_pair_is_bitwise_symmetric() -> None:
     first = joint_probabilities(1, rows, columns, there, rows, columns, back, 10**9 + 7)
     second = joint_probabilities(1, rows, columns, back, rows, columns, there, 10**9 + 7)
     np.testing.assert_array_equal(first.values, second.values)
+    total = there.astype(np.float64) + back.astype(np.float64)
+    np.testing.assert_array_equal(first.values, (total / (2e9 + 14)).astype(np.float32))
 
 
 def test_empty_rows_and_underflowing_entries_stay() -> None:
     none = np.empty(0, dtype=np.int64)
     graph = joint_probabilities(
         4,
-        np.array([2, 2]),
-        np.array([10**12, 5]),
-        np.array([1e-40, 0.5], dtype=np.float32),
+        np.array([2, 2, 2]),
+        np.array([10**12, 5, 7]),
+        np.array([1e-40, 0.5, 0], dtype=np.float32),
         none,
         none,
         none.astype(np.float32),
         10**13,
     )
-    np.testing.assert_array_equal(graph.offsets, [0, 0, 0, 2, 2])
-    np.testing.assert_array_equal(graph.columns, [5, 10**12])
-    assert graph.values[1] == 0
+    np.testing.assert_array_equal(graph.offsets, [0, 0, 0, 3, 3])
+    np.testing.assert_array_equal(graph.columns, [5, 7, 10**12])
+    assert graph.values[1:].tolist() == [0, 0]
 
 
 def test_no_entries() -> None:
