@@ -171,6 +171,7 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
     if only is not None and only not in flow.GROUPS:
         raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
     console = Console(stderr=True)
+    flow.check_installation()
     needs = flow.preflight(job)
     flow.check_output(job)
     with open_runner(job.cluster, lambda link: _announce(console, link)) as runner:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,9 @@ def find_shortage(job: Job, needs: Preflight, task_bytes: int, train_bytes: int)
     )
     if largest.task_bytes > task_bytes:
         return (
-            f"{name}: one task needs {_mib(largest.task_bytes)}, "
-            f"a worker gives {_mib(task_bytes)}; raise cluster.memory or lower input.partition_bytes or neighbors.cell_rows"
+            f"{name}: one task needs {_mib(largest.task_bytes)}, a worker gives "
+            f"{_mib(task_bytes)}; raise cluster.memory, or lower input.partition_bytes "
+            f"or neighbors.cell_rows"
         )
     if needs.train_bytes > train_bytes:
         return (
@@ -151,6 +153,15 @@ def free_bytes(output: str) -> int | None:
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / (1 << 20):,.0f} MiB"
+
+
+def check_installation() -> None:
+    """Refuse an environment in which two distributions own the faiss module."""
+    installed = {(dist.metadata["Name"] or "").lower() for dist in distributions()}
+    found = sorted(name for name in installed if name.startswith(("faiss-cpu", "faiss-gpu")))
+    if len(found) != 1:
+        what = f"{' and '.join(found)} are both installed" if found else "faiss is not installed"
+        raise ConfigError(f"{what}; install exactly one: pip install 'lakemap[cpu]' or [gpu]")
 
 
 def check_output(job: Job) -> None:

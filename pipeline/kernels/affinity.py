@@ -82,7 +82,7 @@ def _calibrate_block(
     excess = distances - distances[:, :1]
     log_betas = _start(excess, guess)
     # Rows that overflow float32 come out as NaN and are solved again in float64.
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for _ in range(_FAST_STEPS):
             log_betas += _halley(_moments(excess, log_betas), entropy)
         found = _weigh(excess, log_betas, affinities)

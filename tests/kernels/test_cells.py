@@ -9,9 +9,9 @@ Floats = NDArray[np.float32]
 
 def _blobs(n_rows: int, n_blobs: int, offset: float = 0.0) -> tuple[Floats, NDArray[np.int64]]:
     rng = np.random.default_rng(5)
-    centers = rng.normal(size=(n_blobs, 6)) * 20 + offset
+    centers = rng.normal(size=(n_blobs, 64)) * 20 + offset
     blob = rng.integers(n_blobs, size=n_rows)
-    return (centers[blob] + rng.normal(size=(n_rows, 6))).astype(np.float32), blob
+    return (centers[blob] + rng.normal(size=(n_rows, 64))).astype(np.float32), blob
 
 
 def test_cells_leave_a_small_part_of_the_variance() -> None:
@@ -27,7 +27,7 @@ def test_centroids_are_the_same_for_the_same_seed() -> None:
     first = train_centroids(rows, 16, seed=3)
     np.testing.assert_array_equal(first, train_centroids(rows.copy(), 16, seed=3))
     assert (first != train_centroids(rows, 16, seed=4)).any()
-    assert first.shape == (16, 6)
+    assert first.shape == (16, 64)
     assert first.dtype == np.float32
 
 
@@ -57,7 +57,7 @@ def test_few_rows_train_silently(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-@pytest.mark.parametrize("n_rows", [1, 9000])  # few rows are not searched by products
+@pytest.mark.parametrize("n_rows", [1, 3000])  # few rows are not searched by products
 def test_cells_are_the_nearest_in_order(offset: float, n_rows: int) -> None:
     rows, _ = _blobs(n_rows, 9, offset)
     centroids, _ = _blobs(40, 9, offset)
@@ -78,7 +78,7 @@ def test_cells_do_not_depend_on_the_batch() -> None:
 
 
 def test_no_rows_have_no_cells() -> None:
-    none = np.empty((0, 6), dtype=np.float32)
+    none = np.empty((0, 64), dtype=np.float32)
     assert assign_cells(none, _blobs(4, 2)[0], 2).shape == (0, 2)
 
 
