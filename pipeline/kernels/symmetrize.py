@@ -18,15 +18,16 @@ class SparseRows(NamedTuple):
     values: Floats  # (nnz,) float32
 
 
-def joint_probabilities(  # noqa: PLR0913, PLR0917 - two lists of triples and two sizes
-    n_block: int,
-    forward_rows: Ids,
-    forward_columns: Ids,
-    forward_values: Floats,
-    reverse_rows: Ids,
-    reverse_columns: Ids,
-    reverse_values: Floats,
-    n_total: int,
+class Entries(NamedTuple):
+    """Entries of a block, in any order: row in the block, global column, value."""
+
+    rows: Ids  # (m,) int64
+    columns: Ids  # (m,) int64
+    values: Floats  # (m,) float32
+
+
+def joint_probabilities(
+    n_block: int, forward: Entries, reverse: Entries, n_total: int
 ) -> SparseRows:
     """Return P_ij = (p(j|i) + p(i|j)) / (2 n_total) for the n_block rows i of a block.
 
@@ -34,9 +35,9 @@ def joint_probabilities(  # noqa: PLR0913, PLR0917 - two lists of triples and tw
     block, columns global, and no pair comes twice in one list. P_ij and P_ji are bitwise equal
     because the sum of two float64 does not depend on their order. Entries that underflow stay.
     """
-    rows = np.concatenate([forward_rows, reverse_rows])
-    columns = np.concatenate([forward_columns, reverse_columns])
-    values = np.concatenate([forward_values, reverse_values]).astype(np.float64)
+    rows = np.concatenate([forward.rows, reverse.rows])
+    columns = np.concatenate([forward.columns, reverse.columns])
+    values = np.concatenate([forward.values, reverse.values]).astype(np.float64)
     joint = sparse.coo_array((values, (rows, columns)), shape=(n_block, n_total)).tocsr()
     joint.sum_duplicates()
     return SparseRows(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import Job
-from pipeline.kernels.symmetrize import joint_probabilities
+from pipeline.kernels.symmetrize import Entries, joint_probabilities
 from pipeline.manifest import Part, Plan, Record
 from pipeline.partitions import Partition
 from pipeline.runner import Report
@@ -37,39 +37,35 @@ def prepare(context: Context[SymmetrizeSettings]) -> Plan:
 
 def do_part(context: Context[SymmetrizeSettings], partition: Partition, _: Report) -> Part:
     """Rows start..stop of P."""
-    affinity, neighbors = context.read("affinity"), context.read("neighbors")
-    ids = neighbors.rows("ids", partition.start, partition.stop)
-    values = affinity.rows("values", partition.start, partition.stop)
-    rows = np.repeat(np.arange(partition.n_rows), ids.shape[1])
-    reverse_rows, reverse_columns, reverse_values = _reverse(context, partition)
-    graph = joint_probabilities(
-        partition.n_rows,
-        rows,
-        ids.ravel(),
-        values.ravel(),
-        reverse_rows - partition.start,
-        reverse_columns,
-        reverse_values,
-        neighbors.n_rows,
-    )
+    n_total = context.read("neighbors").n_rows
+    forward, reverse = _forward(context, partition), _reverse(context, partition)
+    graph = joint_probabilities(partition.n_rows, forward, reverse, n_total)
     mass = float(graph.values.sum(dtype=np.float64))
     metrics = {"mass": mass, "n_entries": len(graph.values)}
     return Part(partition.n_rows, arrays=graph._asdict(), metrics=metrics)
 
 
-def _reverse(context: Context[SymmetrizeSettings], partition: Partition) -> tuple[Any, Any, Any]:
-    """Entries of all rows that have a row of this block as neighbour, transposed."""
+def _forward(context: Context[SymmetrizeSettings], partition: Partition) -> Entries:
+    """Entries p(j|i) of the block's own rows."""
+    ids = context.read("neighbors").rows("ids", partition.start, partition.stop)
+    values = context.read("affinity").rows("values", partition.start, partition.stop)
+    rows = np.repeat(np.arange(partition.n_rows), ids.shape[1])
+    return Entries(rows, ids.ravel(), values.ravel())
+
+
+def _reverse(context: Context[SymmetrizeSettings], partition: Partition) -> Entries:
+    """Entries p(i|j) of all rows j that have a row i of this block as neighbour."""
     affinity = context.read("affinity")
-    found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    rows, columns = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    values = [np.empty(0, np.float32)]
     for record in affinity.records:
         block = affinity.arrays(record)
         start, stop = block.read("column_starts", partition.index, partition.index + 2)
         if stop > start:
-            for column, name in zip(found, ("rows", "columns", "values"), strict=True):
-                column.append(block.read(f"column_{name}", start, stop))
-    if not found[0]:
-        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
-    return np.concatenate(found[0]), np.concatenate(found[1]), np.concatenate(found[2])
+            rows.append(block.read("column_rows", start, stop) - partition.start)
+            columns.append(block.read("column_columns", start, stop))
+            values.append(block.read("column_values", start, stop))
+    return Entries(np.concatenate(rows), np.concatenate(columns), np.concatenate(values))
 
 
 def finish(_: Context[SymmetrizeSettings], records: list[Record]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.kernels.symmetrize import SparseRows, joint_probabilities
+from pipeline.kernels.symmetrize import Entries, SparseRows, joint_probabilities
 
 Doubles = NDArray[np.float64]
 
@@ -28,12 +28,8 @@ def _block(conditional: NDArray[np.float32], start: int, stop: int, seed: int = 
     mine, theirs = (rows >= start) & (rows < stop), (columns >= start) & (columns < stop)
     return joint_probabilities(
         stop - start,
-        rows[mine] - start,
-        columns[mine],
-        values[mine],
-        columns[theirs] - start,
-        rows[theirs],
-        values[theirs],
+        Entries(rows[mine] - start, columns[mine], values[mine]),
+        Entries(columns[theirs] - start, rows[theirs], values[theirs]),
         len(conditional),
     )
 
@@ -72,8 +68,12 @@ def test_each_pair_is_bitwise_symmetric() -> None:
     rng = np.random.default_rng(0)
     there, back = rng.random((2, 5000)).astype(np.float32) ** 9
     rows, columns = np.zeros(5000, dtype=np.int64), np.arange(5000)
-    first = joint_probabilities(1, rows, columns, there, rows, columns, back, 10**9 + 7)
-    second = joint_probabilities(1, rows, columns, back, rows, columns, there, 10**9 + 7)
+    first = joint_probabilities(
+        1, Entries(rows, columns, there), Entries(rows, columns, back), 10**9 + 7
+    )
+    second = joint_probabilities(
+        1, Entries(rows, columns, back), Entries(rows, columns, there), 10**9 + 7
+    )
     np.testing.assert_array_equal(first.values, second.values)
     total = there.astype(np.float64) + back.astype(np.float64)
     np.testing.assert_array_equal(first.values, (total / (2e9 + 14)).astype(np.float32))
@@ -83,12 +83,12 @@ def test_empty_rows_and_underflowing_entries_stay() -> None:
     none = np.empty(0, dtype=np.int64)
     graph = joint_probabilities(
         4,
-        np.array([2, 2, 2]),
-        np.array([10**12, 5, 7]),
-        np.array([1e-40, 0.5, 0], dtype=np.float32),
-        none,
-        none,
-        none.astype(np.float32),
+        Entries(
+            np.array([2, 2, 2]),
+            np.array([10**12, 5, 7]),
+            np.array([1e-40, 0.5, 0], dtype=np.float32),
+        ),
+        Entries(none, none, none.astype(np.float32)),
         10**13,
     )
     np.testing.assert_array_equal(graph.offsets, [0, 0, 0, 3, 3])
@@ -98,7 +98,7 @@ def test_empty_rows_and_underflowing_entries_stay() -> None:
 
 def test_no_entries() -> None:
     none, values = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-    graph = joint_probabilities(3, none, none, values, none, none, values, 3)
+    graph = joint_probabilities(3, Entries(none, none, values), Entries(none, none, values), 3)
     np.testing.assert_array_equal(graph.offsets, [0, 0, 0, 0])
     assert graph.columns.dtype == np.int64
 
@@ -106,4 +106,4 @@ def test_no_entries() -> None:
 def test_rows_outside_the_block_are_refused() -> None:
     one, values = np.array([7]), np.ones(1, dtype=np.float32)
     with pytest.raises(ValueError, match="7"):
-        joint_probabilities(3, one, one, values, one, one, values, 9)
+        joint_probabilities(3, Entries(one, one, values), Entries(one, one, values), 9)
