@@ -6,6 +6,7 @@ recall     neighbours against exact search on seeded rows, with a confidence int
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -23,10 +24,18 @@ from pipeline.kernels.neighbors import (
     widen,
 )
 from pipeline.kernels.sampling import draw_positions
-from pipeline.manifest import Part, Plan, Record, Store
+from pipeline.manifest import Part, Plan, Record, Store, open_store
 from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report
-from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
+from pipeline.stage import (
+    PROCESS_BYTES,
+    Context,
+    Estimate,
+    Shape,
+    Stage,
+    StoreRef,
+    one_partition,
+)
 from pipeline.stages import cells
 
 QUERIES_PER_TASK = 8192
@@ -69,12 +78,12 @@ def recall_settings(job: Job) -> RecallSettings:
 
 
 def estimate_search(job: Job, shape: Shape) -> Estimate:
-    """One task holds its cell, which may be three times the average, and one slice's result."""
+    """One task holds its cell (perhaps thrice the average), for a moment also the last one."""
     config = cells.settings(job)
     n_cells = cells.count_cells(config, shape.n_train)
     copies = shape.n_train * min(config.overlap, n_cells)
     cell_rows = min(shape.n_train, copies // n_cells * (1 if n_cells == 1 else 3))
-    vectors = cell_rows * (shape.width * 8 + shape.row_bytes)
+    vectors = cell_rows * (shape.width * 12 + shape.row_bytes)
     results = QUERIES_PER_TASK * job.neighbors.k * 48
     n_parts = max(n_cells, copies // QUERIES_PER_TASK)
     store = copies * (job.neighbors.k * 12 + 8)
@@ -111,8 +120,7 @@ def search_part(context: Context[NeighborSettings], partition: Partition, _: Rep
     """Candidates of a slice of one cell's rows, in order of row number."""
     cell_starts = context.facts["cell_starts"]
     number = int(np.searchsorted(cell_starts, partition.start, side="right")) - 1
-    source = context.inputs["assign"]
-    cell = _gather(context.read("assign"), source.digest, number, context.settings.metric)
+    cell = _read_cell(context.inputs["assign"], number, context.settings.metric)
     inside = slice(partition.start - cell_starts[number], partition.stop - cell_starts[number])
     found = search_exact(
         cell.vectors[inside], cell.rows[inside], cell.vectors, cell.rows, context.settings.k
@@ -123,20 +131,10 @@ def search_part(context: Context[NeighborSettings], partition: Partition, _: Rep
     return Part(len(rows), arrays=arrays, metrics=span)
 
 
-_cell_cache: dict[str, tuple[tuple[str, int, str], Cell]] = {}
-
-
-def _gather(assign: Store, digest: str, number: int, metric: str) -> Cell:
-    """The cell's rows from every bucket file; the last cell is kept for its next slice."""
-    key = (digest, number, metric)
-    cached = _cell_cache.get("last")
-    if cached is None or cached[0] != key:
-        _cell_cache.clear()  # never hold two cells
-        _cell_cache["last"] = (key, _read_cell(assign, number, metric))
-    return _cell_cache["last"][1]
-
-
-def _read_cell(assign: Store, number: int, metric: str) -> Cell:
+@lru_cache(maxsize=1)
+def _read_cell(ref: StoreRef, number: int, metric: str) -> Cell:
+    """The cell's rows from every bucket file; kept for the cell's next slice."""
+    assign = open_store(ref.folder, ref.digest)
     rows, vectors = [], []
     for record in assign.records:
         block = assign.arrays(record)

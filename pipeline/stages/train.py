@@ -84,7 +84,7 @@ def do_part(context: Context[TrainSettings], _: Partition, report: Report) -> Pa
         "encoder": encoder.digest,
     }
     tables = {"telemetry": pa.table(fitted.telemetry)}
-    return Part(1, tables=tables, files=encoder.to_files(), metrics=metrics)
+    return Part(len(rows), tables=tables, files=encoder.to_files(), metrics=metrics)
 
 
 def _fit_config(config: TrainConfig) -> FitConfig:
