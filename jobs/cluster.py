@@ -60,7 +60,7 @@ class DaskRunner:
         waiting = iter(parts)
         resources = {"GPU": 1} if whole_machine and self.has_gpu else None
         flying: dict[str, Attempt] = {}
-        results = as_completed()
+        results = as_completed(loop=self._client.loop)
 
         def send(part: Partition, number: int) -> None:
             key = f"{name}-{part.index}-{number}-{uuid4().hex}"
@@ -195,6 +195,7 @@ def _open_client(config: ClusterConfig) -> Iterator[Client]:
             memory_limit=memory,
             dashboard_address="127.0.0.1:0",
             silence_logs=logging.CRITICAL,
+            preload="jobs.worker",
         ) as cluster,
         Client(cluster) as client,
     ):

@@ -4,7 +4,7 @@ Defaults for everything but input and output. Relative paths are relative to the
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -127,7 +127,7 @@ class ClusterConfig:
 
     kind: Literal["local", "serial", "scheduler"] = "local"
     workers: Count | None = None
-    memory: ByteSize | None = None
+    memory: Annotated[ByteSize, Field(gt=0)] | None = None
     address: str | None = None
     retries: Annotated[int, Field(ge=0)] = 2
 
@@ -191,6 +191,8 @@ def _parse_yaml(text: str, where: str) -> Any:
         place = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise ConfigError(f"{where}{place}: not YAML ({problem}); correct it") from error
+    except ValueError as error:  # a date such as 2026-13-45
+        raise ConfigError(f"{where}: not YAML ({error}); correct it") from error
 
 
 def _override(data: dict[str, Any], text: str) -> None:
@@ -209,15 +211,28 @@ def _override(data: dict[str, Any], text: str) -> None:
 def _explain(error: ValidationError) -> str:
     """The first thing wrong, as where, what was found, what was needed."""
     first = error.errors()[0]
-    place = ".".join(str(step) for step in first["loc"] if step not in ("function-after",))
-    if first["type"] == "unexpected_keyword_argument":
+    if first["type"] in ("unexpected_keyword_argument", "invalid_key"):
         return _unknown_key([str(step) for step in first["loc"]])
+    place = _known_place(first["loc"])
     if first["type"] in ("missing", "missing_argument"):
         return f"{place} is missing; add it"
     needed = first["msg"].removeprefix("Input should be ")
+    if first["type"].startswith("byte_size"):
+        needed = "a size such as 32MiB"
     if first["type"] in ("dataclass_type", "dataclass_exact_type"):
         return f"{place} is {_kind(first['input'])}; it must be a section of keys"
     return f"{place} is {first['input']!r}; it must be {needed}"
+
+
+def _known_place(steps: Sequence[int | str]) -> str:
+    """The key the steps lead to; those after it say which of several types was tried."""
+    section, known = Job, []
+    for step in steps:
+        known.append(str(step))
+        section = get_type_hints(section).get(str(step))
+        if not is_dataclass(section):
+            break
+    return ".".join(known)
 
 
 def _unknown_key(steps: list[str]) -> str:

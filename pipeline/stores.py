@@ -6,6 +6,7 @@ atomic, `create` is a conditional put, nothing is ever renamed.
 
 import hashlib
 import io
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -100,7 +101,8 @@ class Folder:
     def _locate(self, key: str) -> tuple[Any, str]:
         root, prefix = _split_url(self.url)
         path = f"{prefix}/{key}" if key else prefix
-        return _open_store(root), path.strip("/")
+        with _explained(self, key):
+            return _open_store(root), path.strip("/")
 
 
 def _split_url(url: str) -> tuple[str, str]:
@@ -175,15 +177,15 @@ def checksum(objects: Mapping[str, bytes]) -> str:
 
 
 class BlockArrays:
-    """The arrays of one committed block, each readable by a range of rows."""
+    """The arrays of one committed block, each readable by a range of rows.
 
-    def __init__(self, folder: Folder, objects: Mapping[str, int]) -> None:
+    `sizes` and `crcs` are what the commit says of every object of the block.
+    """
+
+    def __init__(self, folder: Folder, sizes: Mapping[str, int], crcs: Mapping[str, int]) -> None:
         self._folder = folder
-        self._objects = {
-            name.removeprefix("arrays/"): size
-            for name, size in objects.items()
-            if name.startswith("arrays/")
-        }
+        self._sizes = sizes
+        self._crcs = crcs
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Rows start..stop of the array; a damaged or missing object is named."""
@@ -191,48 +193,45 @@ class BlockArrays:
         stop = n_rows if stop is None else min(stop, n_rows)
         wanted = [
             key
-            for key in self._objects
-            if key.startswith(f"{name}/c/")
-            and _overlaps(int(key.split("/")[2]) * chunk_rows, chunk_rows, start, stop)
+            for key in self._sizes
+            if key.startswith(f"arrays/{name}/c/")
+            and _overlaps(_chunk_index(key, name) * chunk_rows, chunk_rows, start, stop)
         ]
-        held = {key: self._load(key) for key in wanted}
-        held[f"{name}/zarr.json"] = self._load(f"{name}/zarr.json")
-        return self._decode(name, held, slice(start, stop))
+        held = {key: self._load(key) for key in [*wanted, f"arrays/{name}/zarr.json"]}
+        return np.asarray(_open_array(name, held)[start:stop])
 
     def _shape(self, name: str) -> tuple[int, int]:
-        array = self._open(name, {f"{name}/zarr.json": self._load(f"{name}/zarr.json")})
+        key = f"arrays/{name}/zarr.json"
+        array = _open_array(name, {key: self._load(key)})
         return array.chunks[0], array.shape[0]
 
-    def _decode(self, name: str, held: Mapping[str, bytes], rows: slice) -> NDArray[Any]:
-        try:
-            return np.asarray(self._open(name, held)[rows])
-        except (ValueError, RuntimeError) as error:
-            raise _damaged(self._folder, f"arrays/{name}", str(error)) from error
-
-    def _open(self, name: str, held: Mapping[str, bytes]) -> Any:
-        buffers: dict[str, Buffer] = {
-            key: cpu.Buffer.from_bytes(data) for key, data in held.items()
-        }
-        return zarr.open_array(MemoryStore(buffers), path=name, mode="r")
-
     def _load(self, key: str) -> bytes:
-        size = self._objects.get(key)
-        if size is None:
-            raise KeyError(f"{self._folder.url}: block has no {key}")
-        return read_checked(self._folder, f"arrays/{key}", size)
+        return read_checked(self._folder, key, self._sizes[key], self._crcs[key])
+
+
+def _open_array(name: str, held: Mapping[str, bytes]) -> Any:
+    buffers: dict[str, Buffer] = {key: cpu.Buffer.from_bytes(data) for key, data in held.items()}
+    return zarr.open_array(MemoryStore(buffers), path=f"arrays/{name}", mode="r")
+
+
+def _chunk_index(key: str, name: str) -> int:
+    """Position of the chunk along the rows: arrays/<name>/c/<position>/..."""
+    return int(key.removeprefix(f"arrays/{name}/c/").split("/")[0])
 
 
 def _overlaps(chunk_start: int, chunk_rows: int, start: int, stop: int) -> bool:
     return chunk_start < stop and chunk_start + chunk_rows > start
 
 
-def read_checked(folder: Folder, key: str, size: int) -> bytes:
-    """The object's bytes, which must be there and of the committed size."""
+def read_checked(folder: Folder, key: str, size: int, crc: int) -> bytes:
+    """The object's bytes, which must be there and be those that were committed."""
     data = folder.find(key)
     if data is None:
         raise _damaged(folder, key, "it is missing")
     if len(data) != size:
         raise _damaged(folder, key, f"it has {len(data)} bytes, its commit says {size}")
+    if zlib.crc32(data) != crc:
+        raise _damaged(folder, key, "its checksum differs from its commit's")
     return data
 
 

@@ -39,11 +39,11 @@ from pipeline.stores import Folder
 SHOWN_BAD_ROWS = 20
 FORMAT = 1
 MEANINGS = {
-    "recall": "share of the true nearest neighbours that the kNN graph holds",
+    "accuracy": "labels guessed right from a row's nearest rows on the map",
     "trustworthiness": "map neighbours that are neighbours in the lake (1 is best)",
+    "recall": "share of the true nearest neighbours that the kNN graph holds",
     "continuity": "lake neighbours that are neighbours on the map (1 is best)",
     "neighbor_recall": "share of a row's nearest rows that are also nearest on the map",
-    "accuracy": "labels guessed right from a row's nearest rows on the map",
 }
 FILES = (
     ("map/", "every row's place: id, x, y and the label where there is one (Parquet)"),
@@ -175,7 +175,7 @@ def _report(context: Context[PublishSettings], metrics: dict[str, Any], picture:
 def _metric_rows(metrics: dict[str, Any]) -> tuple[Metric, ...]:
     recall_interval = (metrics["recall_low"], metrics["recall_high"])
     measured_on = f"; on {metrics['n_queries']:,} {metrics['evaluated_on']}"
-    return tuple(
+    rows = [
         Metric(
             name,
             metrics[name],
@@ -183,7 +183,8 @@ def _metric_rows(metrics: dict[str, Any]) -> tuple[Metric, ...]:
             recall_interval if name == "recall" else None,
         )
         for name, meaning in MEANINGS.items()
-    )
+    ]
+    return tuple(sorted(rows, key=lambda row: row.value is None))  # what was measured first
 
 
 def _stage_row(name: str, ref: StoreRef, context: Context[PublishSettings]) -> StageRow:
