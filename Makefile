@@ -2,9 +2,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-DATA ?= ../shared/data
+DATA ?= data
+PEERS ?= $(BIN)/python
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench bench-map bench-embed bench-demo clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,8 +29,17 @@ lint: install   ## ruff and mypy
 test: lint      ## ruff, mypy and the whole test suite
 	$(BIN)/pytest
 
-bench: install  ## all benchmarks; DATA=folder of the data sets
-	$(BIN)/python -m benchmarks.spine --data $(DATA)
+bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
+	$(MAKE) -j1 bench-map bench-embed bench-demo
+
+bench-map: install    ## lake to map beside umap-learn and openTSNE
+	$(BIN)/python -m benchmarks.lake_to_map --data $(DATA) --peers-python $(PEERS)
+
+bench-embed: install  ## the embed stage against the bare forward pass
+	$(BIN)/python -m benchmarks.embed_rate
+
+bench-demo: install   ## the demo's seconds and accuracy
+	$(BIN)/python -m benchmarks.demo
 
 clean:          ## remove the environment, caches and the demo
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""One script per claim; peers in the same run where they are installed."""
