@@ -33,7 +33,9 @@ def tsne_edges(y: torch.Tensor, rows: torch.Tensor, exaggeration: float) -> Pair
     S_i = sum of w_ik over points k of other rows, e the exaggeration.
     """
     b = len(y)
-    y = y - y.mean(0)  # L only sees differences; small coordinates keep R @ Y precise in float32
+    # L only sees differences; small coordinates keep R @ Y precise in float32. Not the mean: one
+    # point 1e12 away would take it along, and the gradients of all others would be rounding errors.
+    y = y - y.median(0).values
     W = _weights(y, rows)  # (b, b)
     S = W.sum(1, keepdim=True)
     step = y - y.roll(b // 2, 0)

@@ -262,6 +262,7 @@ def _check_after(name: str, manifest: Manifest, job: Job) -> None:
         _check_rows(manifest, job)
     if name == "sample":
         _check_enough(job, manifest.n_rows, "rows to train on")
+        _check_measuring(job, manifest)
     if name == "symmetrize" and abs(manifest.metrics["mass"] - 1) > 1e-5:
         raise StageError(f"symmetrize: P sums to {manifest.metrics['mass']}, must be 1")
     if name in ("recall", "evaluate"):
@@ -291,4 +292,17 @@ def _check_enough(job: Job, n_rows: int, what: str) -> None:
         raise InputError(
             f"{job.input.path}: {n_rows} {what}, neighbors.k {job.neighbors.k} needs {needed}; "
             f"lower neighbors.k and affinity.perplexity or add rows"
+        )
+
+
+def _check_measuring(job: Job, sample: Manifest) -> None:
+    """Refuse, before the encoder is trained, when too few rows are there to measure the map."""
+    n_rows = sum(record.metrics["n_evaluate"] for record in sample.records)
+    config = job.evaluate
+    needed = max(2 * config.trustworthiness_k, config.k) + 1
+    if n_rows < needed:
+        raise InputError(
+            f"{job.input.path}: {n_rows} {sample.facts['evaluated_on']} to measure the map on, "
+            f"evaluate.trustworthiness_k {config.trustworthiness_k} and evaluate.k {config.k} "
+            f"need {needed}; lower them, hold out more rows or lower sample.rows"
         )

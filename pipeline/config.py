@@ -155,7 +155,7 @@ _JOB = TypeAdapter(Job)
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """The job in the file, with `section.key=value` settings laid over it."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); give a job file") from error
     data = _parse_yaml(text, str(path))
@@ -226,7 +226,8 @@ def _explain(error: ValidationError) -> str:
 
 def _known_place(steps: Sequence[int | str]) -> str:
     """The key the steps lead to; those after it say which of several types was tried."""
-    section, known = Job, []
+    section: Any = Job
+    known: list[str] = []
     for step in steps:
         known.append(str(step))
         section = get_type_hints(section).get(str(step))
@@ -283,6 +284,4 @@ def to_yaml(job: Job) -> str:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
     return int(value) if isinstance(value, ByteSize) else value

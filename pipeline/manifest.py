@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from pipeline.errors import StoreError
 from pipeline.partitions import Partition
@@ -144,7 +144,7 @@ def from_json(kind: type[T], data: bytes, where: str) -> T:
         if found != FORMAT:
             raise StoreError(f"{where}: format {found}, this version reads {FORMAT}; remove it")
         value: T = _ADAPTERS[kind].validate_json(data)
-    except (ValidationError, json.JSONDecodeError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:  # not JSON, not UTF-8, not these fields
         raise StoreError(f"{where}: not a {kind.__name__.lower()} record; remove it") from error
     return value
 

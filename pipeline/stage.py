@@ -97,7 +97,7 @@ class Shape:
 
 
 # A worker process with Python, Arrow, Zarr, faiss and torch loaded, before any data.
-PROCESS_BYTES = 500 << 20
+PROCESS_BYTES = 700 << 20
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """Seeded rows with known neighbours, small lakes of them, and the whole flow run on one."""
 
 import hashlib
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +20,10 @@ import yaml
 import zarr
 from numpy.typing import NDArray
 
-from jobs import flow
+from jobs import cli, flow
 from pipeline.config import Job, build_job
-from pipeline.manifest import Commit, Manifest, Store, Timing, open_store
+from pipeline.lake import take_snapshot
+from pipeline.manifest import Commit, Manifest, Store, Timing, find_store, open_store
 from pipeline.runner import SerialRunner
 from pipeline.stage import Stage, StoreRef, locate, run_stage
 from pipeline.stages import cells, edges, evaluate, neighbors, sample
@@ -37,7 +41,7 @@ SETTINGS: dict[str, Any] = {
     "neighbors": {"k": 15, "recall_queries": 100},
     "affinity": {"perplexity": 5},
     "edges": {"samples": 3000},
-    "train": {"steps": 60, "batch": 64, "encoder": {"hidden": 32, "layers": 1}},
+    "train": {"steps": 30, "batch": 64, "encoder": {"hidden": 32, "layers": 1}},
     "evaluate": {"rows": 120, "reference_rows": 300, "k": 5, "trustworthiness_k": 6},
     "gates": {"recall": 0.9, "trustworthiness": 0.6},
     "cluster": {"kind": "serial"},
@@ -139,7 +143,11 @@ def write_zarr(path: Path, blobs: Blobs, version: Literal[2, 3]) -> Lake:
     n_rows = len(blobs.vectors)
     lake = Lake(path, blobs.vectors, blobs.labels, np.zeros(n_rows, bool), {})
     group = zarr.open_group(path, mode="w", zarr_format=version)
-    arrays = {"embedding": blobs.vectors, "item": lake.ids, "blob": blobs.labels}
+    arrays: dict[str, NDArray[Any]] = {
+        "embedding": blobs.vectors,
+        "item": lake.ids,
+        "blob": blobs.labels,
+    }
     for name, values in arrays.items():
         group.create_array(name, data=values, chunks=(100, *values.shape[1:]))
     return lake
@@ -174,16 +182,17 @@ class Recorder:
         self.commits: dict[str, list[Commit]] = {}
         self.notes: list[str] = []
 
-    def stage_started(self, name: str, n_parts: int, n_done: int, n_rows: int) -> None:
+    def stage_started(self, name: str, *_: int) -> None:
         self.commits[name] = []
 
     def part_done(self, name: str, commit: Commit) -> None:
         self.commits[name].append(commit)
 
     def task_progress(self, name: str, share: float, note: str) -> None:
-        self.notes.append(note)
+        self.notes.append(f"{name} {share:.2f} {note}")
 
     def stage_finished(self, name: str, manifest: Manifest, timing: Timing, skipped: bool) -> None:
+        del manifest, timing
         (self.skipped if skipped else self.ran).append(name)
 
 
@@ -201,18 +210,17 @@ def run_job(job: Job, seen: Recorder | None = None, only: str | None = None) -> 
 
 def lake_ref(job: Job) -> StoreRef:
     """The input as a stage gets it."""
-    snapshot = flow.take_snapshot(lake_source(job))
+    snapshot = take_snapshot(lake_source(job))
     return StoreRef(Folder(job.input.path), snapshot.digest)
 
 
-def run_until(job: Job, last: str) -> dict[str, Store]:
+def run_until(job: Job, last: str, seen: Recorder | None = None) -> dict[str, Store]:
     """The stores of all steps up to `last`, made now unless they are there; no gates apply."""
     refs = {"lake": lake_ref(job)}
+    root, runner, observer = Folder(job.output), one_try(), seen or Recorder()
     for stage in flow.STAGES:
         inputs = {name: refs[name] for name in stage.reads}
-        refs[stage.name] = run_stage(
-            stage, inputs, Folder(job.output), job, one_try(), Recorder()
-        )
+        refs[stage.name] = run_stage(stage, inputs, root, job, runner, observer)
         if stage.name == last:
             break
     del refs["lake"]
@@ -224,10 +232,8 @@ def find_refs(job: Job) -> dict[str, StoreRef]:
     refs = {"lake": lake_ref(job)}
     for stage in flow.STAGES:
         folder = locate_store(stage, refs, job)
-        data = folder.find("manifest.json")
-        assert data is not None, f"{folder.url} has no manifest"
-        store = flow.find_store(folder)
-        assert store is not None
+        store = find_store(folder)
+        assert store is not None, f"{folder.url} has no manifest"
         refs[stage.name] = StoreRef(folder, store.manifest.digest)
     return refs
 
@@ -299,18 +305,19 @@ class Finished:
 LABELLED = {"label": "blob", "holdout": "test", "max_bad_fraction": 0.05}
 
 
-@cache
 def finish_run(factory: pytest.TempPathFactory) -> Finished:
     """The run most tests look at: four files, bad rows, labels, held-out rows, forced cells.
 
     Made once per session, under small blocks.
     """
-    folder = factory.mktemp("finished")
+    return _finish_run(factory.getbasetemp() / "finished")
+
+
+@cache
+def _finish_run(folder: Path) -> Finished:
     blobs = make_blobs(1000)
     lake = write_parquet(folder / "lake", *blobs, n_bad=10, held_out_every=7)
-    job = make_job(
-        lake.path, folder / "maps", input=LABELLED, neighbors={"cells": 5, "overlap": 2}
-    )
+    job = make_job(lake.path, folder / "maps", input=LABELLED, neighbors={"cells": 5, "overlap": 2})
     with small_blocks():
         published = run_job(job)
     return Finished(lake, job, published, find_refs(job))
@@ -334,22 +341,48 @@ def digests(root: Path, without: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
-# What tells of times: it may differ between two runs that made the same map.
-TIMED_FILES = ("timing.json", "report.html")
-
-
 def results(output: Path) -> dict[str, str]:
-    """Digests of all data of a run's stores and of the published files, less what tells of times.
+    """Digests of all that a job's stores and runs hold, less what tells of times.
 
-    A manifest names its data by checksum; that of the publish step covers the report.
+    The report does, and a run's manifest names it by its checksum.
     """
     found: dict[str, str] = {}
     for store in sorted((output / "stores").glob("*/*")):
+        if store.parent.name == "publish":  # its files are those of the run
+            continue
         place = store.relative_to(output)
-        found |= {f"{place}/{k}": v for k, v in digests(store / "data", TIMED_FILES).items()}
-        if place.parts[1] != "publish":
-            found |= digests(store, (*TIMED_FILES, "plan.json")) and {
-                f"{place}/manifest.json": digests(store)["manifest.json"]
-            }
-    runs = digests(output / "runs", (*TIMED_FILES, "manifest.json"))
+        found |= {f"{place}/data/{k}": v for k, v in digests(store / "data").items()}
+        for name in ("plan.json", "manifest.json"):
+            found[f"{place}/{name}"] = hashlib.sha256((store / name).read_bytes()).hexdigest()
+    runs = digests(output / "runs", ("report.html", "manifest.json"))
     return found | {f"runs/{key}": value for key, value in runs.items()}
+
+
+class Ran(NamedTuple):
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_process(*arguments: str | Path) -> Ran:
+    """The command line as a process of its own."""
+    command = [sys.executable, "-m", "jobs.cli", *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return Ran(found.returncode, found.stdout, found.stderr)
+
+
+def call_cli(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Ran:
+    """The command line inside this process, which saves its start."""
+    handler = signal.getsignal(signal.SIGTERM)
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lakemap", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    signal.signal(signal.SIGTERM, handler)
+    said = capsys.readouterr()
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return Ran(code or 0, said.out, said.err)

@@ -82,7 +82,7 @@ def estimate_survey(_: Job, shape: Shape) -> Estimate:
 def estimate_evaluate(job: Job, shape: Shape) -> Estimate:
     """One task holds the measuring rows and blocks of their distance matrix."""
     rows = job.evaluate.rows
-    return Estimate(1, PROCESS_BYTES + rows * (shape.width * 12 + 40_000), 1000)
+    return Estimate(1, PROCESS_BYTES + rows * (shape.width * 12 + 80_000), 1000)
 
 
 def prepare_survey(context: Context[SurveySettings]) -> Plan:

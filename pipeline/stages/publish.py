@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.config import ClusterConfig, GatesConfig, Job, to_yaml
 from pipeline.curves import draw_curves
-from pipeline.errors import GateError, StageError
+from pipeline.errors import GateError, StageError, StoreError
 from pipeline.manifest import Part, Store
 from pipeline.partitions import Partition
 from pipeline.picture import Raster, draw_map
@@ -266,8 +266,15 @@ def release(root: Folder, stores: Mapping[str, Store]) -> tuple[Folder, bool]:
 def _link_files(run: Folder, stores: Mapping[str, Store]) -> None:
     """Bring every file of the run to its folder, then write its manifest."""
     files = list(_run_files(stores))
+    present = run.list()
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda file: file.folder.copy_to(file.key, run, file.name), files))
+        list(pool.map(lambda file: _link(file, run, file.name in present), files))
+    sizes = run.list()
+    for file in files:
+        if sizes.get(file.name) != file.size:
+            raise _damaged(
+                file, f"it has {sizes.get(file.name)} bytes, its commit says {file.size}"
+            )
     listed = {file.name: {"bytes": file.size, "sha256": file.part_sha256} for file in files}
     metrics = json.loads(stores["publish"].file(stores["publish"].records[0], "metrics.json"))
     manifest = {
@@ -289,6 +296,21 @@ class RunFile:
     name: str
     size: int
     part_sha256: str  # of all objects of the partition it belongs to
+
+
+def _link(file: RunFile, run: Folder, present: bool) -> None:
+    """Bring one file to the run's folder."""
+    if present:  # from a release cut short: a link made over itself would leave a second name
+        run.delete(file.name)
+    try:
+        file.folder.copy_to(file.key, run, file.name)
+    except FileNotFoundError as error:
+        raise _damaged(file, "it is missing") from error
+
+
+def _damaged(file: RunFile, what: str) -> StoreError:
+    place = f"{file.folder.url}/{file.key}"
+    return StoreError(f"{place} is damaged: {what}; remove {file.folder.url} and run again")
 
 
 def _run_files(stores: Mapping[str, Store]) -> list[RunFile]:

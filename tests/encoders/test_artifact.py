@@ -35,8 +35,9 @@ def make_encoder(width: int = 16, normalize: bool = False, hidden: int = 32) -> 
     return Encoder(width, config, preprocessing, network, {"recall": 0.97, "snapshot": "ab12"})
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize(
+    ("dtype", "normalize"), [(np.uint8, False), (np.float32, False), (np.float32, True)]
+)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_position_does_not_depend_on_the_rows_around(
     width: int, dtype: type, normalize: bool

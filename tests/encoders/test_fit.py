@@ -8,6 +8,7 @@ import torch
 from encoders.fit import (
     COLUMNS,
     LAST_LEARNING_RATE,
+    WARM_UP_STEPS,
     Array,
     DivergedError,
     Draw,
@@ -99,6 +100,26 @@ def test_clips_that_never_act_change_nothing() -> None:
     assert not telemetry["pair_clipped"].any()
     assert (telemetry["pair_gradient"] == telemetry["pair_gradient_after"]).all()
     assert not same_weights(train(loose).network, train(tight).network)
+
+
+def test_an_outlying_row_is_clipped_at_the_layers_and_does_no_harm() -> None:
+    rows, draw = clusters(), drawer(400, 64)
+    preprocessing = fit_preprocessing(rows, normalize=False)
+    rows[3] *= 1e3
+    telemetry = fit(rows, draw, replace(SMALL, batch=128, steps=60), preprocessing).telemetry
+    met = np.array([3 in np.concatenate(draw(step)) for step in range(60)])
+    assert telemetry["layer_clipped"][met].any()
+    assert not telemetry["layer_clipped"][~met].any()
+    assert telemetry["layer_gradient_after"].max() == SMALL.clip_layer
+
+
+def test_a_row_too_far_for_float32_is_named_first() -> None:
+    rows = clusters()
+    preprocessing = fit_preprocessing(rows, normalize=False)
+    rows[3] *= 1e25
+    edges = np.arange(16), np.arange(16) + CLUSTERS * 10
+    with pytest.raises(DivergedError, match=r"at step 0, caused by rows \[3, "):
+        fit(rows, lambda _: edges, SMALL, preprocessing)
 
 
 def test_seed_and_draws_decide_the_weights() -> None:
@@ -254,8 +275,10 @@ def test_no_rows_and_bad_rows_are_refused() -> None:
         fit_preprocessing(np.array([[1.0, np.inf]], np.float32), normalize=False)
 
 
-def test_learning_rate_falls_along_a_cosine() -> None:
+def test_learning_rate_rises_shortly_and_falls_along_a_cosine() -> None:
     config = FitConfig(steps=1001, learning_rate=1e-3)
     rates = [learning_rate(config, step) for step in range(1001)]
-    assert max(rates) == pytest.approx(1e-3)
+    assert rates[0] == pytest.approx(1e-3 / WARM_UP_STEPS, rel=0.01)
+    assert np.argmax(rates) == WARM_UP_STEPS - 1
+    assert rates[500] == pytest.approx(0.5e-3, rel=0.01)
     assert rates[-1] == pytest.approx(LAST_LEARNING_RATE, rel=0.1)

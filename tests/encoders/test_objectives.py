@@ -66,6 +66,14 @@ def test_gradient_is_the_same_far_from_the_origin_in_float32() -> None:
     torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-7)
 
 
+def test_one_point_far_away_leaves_the_others_their_precision() -> None:
+    y = positions(256, 3.0).float()
+    y[7] = 1e12
+    exact = tsne_edges(y.double(), torch.arange(256), 4.0).gradient
+    gradient = tsne_edges(y, torch.arange(256), 4.0).gradient.double()
+    torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-7)
+
+
 def test_coincident_points_of_different_rows_repel_with_weight_one_and_no_force() -> None:
     loss, gradient = tsne_edges(torch.zeros(8, 2), torch.arange(8), 4.0)
     assert loss == pytest.approx(math.log(7))
