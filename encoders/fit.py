@@ -17,8 +17,8 @@ from encoders.networks import NetworkConfig, build_network
 from encoders.objectives import Clipped, clip, tsne_edges
 
 LAST_LEARNING_RATE = 1e-7
-# RMSProp starts with an empty memory, so its first steps are ten times too long: at a learning rate
-# of 3e-3 they fold the map before it has formed.
+# RMSProp starts with an empty memory of squares (decay 0.99), so its first step is ten times longer
+# than the learning rate says; without a rise the first steps would undo the Xavier weights.
 WARM_UP_STEPS = 50
 BLOCK_ROWS = 8192  # rows widened at once when statistics are taken
 COLUMNS = (

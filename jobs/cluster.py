@@ -77,6 +77,7 @@ class DaskRunner:
                 for future in results:
                     attempt = flying.pop(future.key)
                     commit = self._result(name, attempt)
+                    future.release()  # or Dask does it again when the worker that has it dies
                     if commit is None:
                         send(attempt.part, attempt.number + 1)
                         continue
@@ -185,6 +186,9 @@ def _open_client(config: ClusterConfig) -> Iterator[Client]:
         "distributed.worker.memory.terminate": 0.98,
         "distributed.scheduler.allowed-failures": 0,  # the runner counts attempts itself
         "distributed.comm.timeouts.connect": "30s",
+        # Dask gives up a worker that is away when this has passed since some earlier death of it,
+        # even if it has just died again: two deaths 15 s apart, and the run waits for ever.
+        "distributed.deploy.lost-worker-timeout": "1000 days",
     }
     with (
         dask.config.set(settings),

@@ -1,6 +1,7 @@
 """Seeded rows with known neighbours, small lakes of them, and the whole flow run on one."""
 
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from pipeline.lake import take_snapshot
 from pipeline.manifest import Commit, Manifest, Store, Timing, find_store, open_store
 from pipeline.runner import SerialRunner
 from pipeline.stage import Stage, StoreRef, locate, run_stage
-from pipeline.stages import cells, edges, evaluate, neighbors, sample
+from pipeline.stages import cells, edges, evaluate, neighbors, sample, train
 from pipeline.stages.ingest import lake_source
 from pipeline.stores import Folder
 
@@ -250,7 +252,11 @@ def read_array(store: Store, name: str) -> NDArray[Any]:
 
 
 def shrink_blocks() -> None:
-    """Make blocks of 128 rows and shards of 1,000 edges, so that a small lake has several."""
+    """Make blocks of 128 rows and shards of 1,000 edges, so that a small lake has several.
+
+    Training gets one thread: several wait for each other by spinning, which on a busy machine
+    takes 20 times as long. Processes of their own get ENVIRONMENT instead.
+    """
     for place, name, value in _SMALL:
         setattr(place, name, value)
 
@@ -265,12 +271,13 @@ _SMALL: tuple[tuple[Any, str, Any], ...] = (
     (neighbors, "QUERIES_PER_TASK", 128),
     (edges, "EDGES_PER_SHARD", 1000),
     (evaluate, "MAP_FILES_PER_TASK", 2),
+    (train, "os", SimpleNamespace(sched_getaffinity=lambda _: {0})),
 )
 
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Blocks are small inside."""
+    """Blocks are small inside; see shrink_blocks."""
     with pytest.MonkeyPatch.context() as patch:
         for place, name, value in _SMALL:
             patch.setattr(place, name, value)
@@ -366,10 +373,15 @@ class Ran(NamedTuple):
     err: str
 
 
+ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
 def run_process(*arguments: str | Path) -> Ran:
     """The command line as a process of its own."""
     command = [sys.executable, "-m", "jobs.cli", *map(str, arguments)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=ENVIRONMENT
+    )
     return Ran(found.returncode, found.stdout, found.stderr)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,10 +15,25 @@ import yaml
 
 from jobs import flow
 from pipeline.config import InputConfig, Job, load_job
-from tests.data import Ran, call_cli, make_blobs, run_process, tree, write_job, write_parquet
+from tests.data import (
+    Ran,
+    call_cli,
+    make_blobs,
+    run_process,
+    small_blocks,
+    tree,
+    write_job,
+    write_parquet,
+)
 
 COMMANDS = ("demo", "init", "plan", "run", "stage", "status", "report")
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
 
 
 @pytest.fixture

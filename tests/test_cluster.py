@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 from distributed.system import MEMORY_LIMIT
@@ -98,6 +99,16 @@ def test_a_task_whose_worker_is_killed_is_done_elsewhere(
     assert sorted(commit.record.partition.index for commit in found) == list(range(10))
     assert script.attempts()[0] == 2
     assert not is_alive(pid)
+
+
+def test_a_worker_that_is_slow_to_come_back_is_waited_for(tmp_path: Path) -> None:
+    script = Script(tmp_path).write({1: [DIE, DIE, OK]})
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "100ms"}),
+        open_runner(ClusterConfig(workers=1), lambda _: None) as runner,
+    ):
+        assert sorted(run_all(runner, script, split_rows(4, 1))) == [0, 1, 2, 3]
+    assert script.attempts()[1] == 3
 
 
 def test_one_worker_writes_the_same_bytes(serial_runner: Runner, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ SETTINGS = {
     "sample.rows": 1500,
     "train.steps": 400,
     "train.batch": 256,
+    "train.encoder.hidden": 64,
     "gates.accuracy": 0.5,
     "gates.trustworthiness": 0.8,
 }
