@@ -91,11 +91,11 @@ class TrainConfig:
     steps: Count = 3000
     batch: Annotated[int, Field(ge=4, multiple_of=2)] = 1024
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
-    learning_rate: Positive = 1e-3
+    learning_rate: Positive = 3e-3
     exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     exaggerated_share: Share = 0.5
-    clip_pairwise: Positive = 1e14
-    clip_layer: Positive = 1e4
+    clip_pairwise: Positive = 16.0
+    clip_layer: Positive = 1.0
     seed: Seed = 0
 
 

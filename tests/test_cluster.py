@@ -19,7 +19,7 @@ from pipeline.manifest import Commit
 from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report, Runner, SerialRunner
 from tests.conftest import RETRIES
-from tests.faults import DIE, OK, Script, ignore_report, make_commit
+from tests.faults import DIE, OK, RAISE, Script, ignore_report, make_commit
 from tests.test_runner import run_all, run_both_stages
 
 PATIENCE_SECONDS = 60.0
@@ -167,6 +167,13 @@ def test_a_scheduler_gives_what_its_workers_give(threads: LocalCluster, tmp_path
         assert sorted(run_all(runner, Script(tmp_path))) == list(range(10))
         assert worker_pids(runner) == {os.getpid()}
     assert len(threads.workers) == 1  # a cluster that others opened stays open
+
+
+def test_nothing_of_finished_work_stays_on_workers(threads: LocalCluster, tmp_path: Path) -> None:
+    script = Script(tmp_path).write({2: [RAISE]})
+    with Client(threads) as client:
+        assert len(run_all(DaskRunner(client, retries=1), script)) == 10
+        wait_for(lambda: not client.futures)
 
 
 def test_a_task_of_the_whole_machine_asks_for_the_gpu(
