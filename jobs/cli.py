@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -218,6 +219,7 @@ def main() -> None:
     )
     logging.getLogger("lakemap").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on workers, see jobs/cluster.py
     try:
         app(arguments)
     except Exception as error:

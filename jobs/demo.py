@@ -33,5 +33,6 @@ def make_demo(folder: Path, n_rows: int, n_files: int) -> Path:
     made = write_demo_lake(lake, n_rows, n_files)
     log.info("demo: %d bad rows on purpose, %d rows held out", made.n_bad, made.n_holdout)
     path = folder / "job.yaml"
-    path.write_text(JOB.format(path=path))
+    if not path.exists():  # it may have been edited
+        path.write_text(JOB.format(path=path))
     return path

@@ -62,9 +62,9 @@ def test_help_of_every_command(capsys: Capture) -> None:
         assert re.search(rf"^  {command} +\w+", whole.out, re.MULTILINE), command
         ran = call_cli(capsys, command, "--help")
         assert (ran.code, ran.err) == (0, "")
-        assert f"Usage: lakemap {command} [OPTIONS]" in ran.out
+        assert re.match(rf"\s*Usage: .*{command} \[OPTIONS\]", ran.out)
     nothing = call_cli(capsys)
-    assert "Usage: lakemap" in nothing.out + nothing.err
+    assert "Usage: " in nothing.out + nothing.err
 
 
 def test_help_imports_no_heavy_module() -> None:

@@ -8,13 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import flow
+from jobs.demo import make_demo
 from jobs.demo_lake import find_bad
 from pipeline.config import load_job
 from pipeline.manifest import Store, find_store, load_commits
 from pipeline.stores import Folder
 from tests.data import run_process
-
-pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "cluster.workers": 2,
@@ -27,6 +26,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_the_demo_makes_a_map(tmp_path: Path) -> None:
     overrides = [f"{key}={value}" for key, value in SETTINGS.items()]
     flags = [word for override in overrides for word in ("--set", override)]
@@ -56,6 +56,15 @@ def test_the_demo_makes_a_map(tmp_path: Path) -> None:
         peak = max(commit.effort.peak_bytes for commit in load_commits(store.folder).values())
         assert peak <= estimates[stage].task_bytes, stage
         assert len(store.records) <= estimates[stage].n_parts, stage
+
+
+def test_an_edited_job_file_is_kept(tmp_path: Path) -> None:
+    path = make_demo(tmp_path, 1000, 1)
+    text = path.read_text().replace("sample: {rows: 20000}", "sample: {rows: 500}")
+    path.write_text(text)
+    assert make_demo(tmp_path, 1000, 1) == path
+    assert path.read_text() == text
+    assert load_job(path).sample.rows == 500
 
 
 def stores_of(output: Path) -> dict[str, Store]:

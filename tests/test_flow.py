@@ -20,6 +20,7 @@ from jobs.cluster import DaskRunner
 from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, InputError
 from pipeline.manifest import Manifest, Timing
+from pipeline.stages import embed
 from tests.data import (
     LABELLED,
     Finished,
@@ -38,6 +39,7 @@ from tests.data import (
     write_parquet,
     write_zarr,
 )
+from tests.stages.test_embed import LosesRows
 
 NAMES = [stage.name for stage in flow.STAGES]
 QUICK: dict[str, Any] = {"train": {"steps": 4}, "gates": {"trustworthiness": None}}
@@ -153,6 +155,32 @@ def test_a_file_that_changes_during_the_run_is_named(stage: str, tmp_path: Path)
         run_job(job, Meddler(stage, lake.path / "part-2.parquet"))
     assert not (tmp_path / "maps/CURRENT").exists()
     assert run_job(job).metrics["rows_mapped"] == 300
+
+
+def test_rows_without_a_place_are_accounted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = write_parquet(tmp_path / "lake", make_blobs(300).vectors, n_bad=3)
+    job = make_job(lake.path, tmp_path / "maps", **QUICK)
+    lost = lake.good[[0, 7, 296]]
+    load_encoder = embed.load_encoder
+    monkeypatch.setattr(
+        embed, "load_encoder", lambda ref: LosesRows(load_encoder(ref), lake.vectors[lost])
+    )
+    published = run_job(job)
+    rows = {key: n for key, n in published.metrics.items() if key.startswith("rows_")}
+    assert rows == {
+        "rows_read": 300,
+        "rows_mapped": 294,
+        "rows_quarantined": 6,
+        "rows_held_out": 0,
+        "rows_trained": 297,
+    }
+    run = Path(published.run.url)
+    assert pq.read_table(run / "map").num_rows == 294
+    aside = pq.read_table(run / "quarantine")
+    assert set(aside["id"].to_pylist()) == {str(lake.ids[row]) for row in [*lost, *lake.bad]}
+    assert sum("embed-" in file.name for file in (run / "quarantine").iterdir()) == 2
 
 
 def test_too_few_rows_to_measure_on_are_refused_before_training(tmp_path: Path) -> None:
