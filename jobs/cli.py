@@ -167,11 +167,15 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
     from jobs.progress import make_observer
     from pipeline.config import load_job
     from pipeline.errors import ConfigError
+    from pipeline.runner import SerialRunner
 
     job = load_job(job_file, overrides or ())
     if only is not None and only not in flow.GROUPS:
         raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
     console = Console(stderr=True)
+    if only is None and flow.is_finished(job):  # no workers to start, only a look at the stores
+        with make_observer(console) as observer:
+            return flow.run(job, SerialRunner(task_bytes=0), observer)
     flow.check_installation()
     needs = flow.preflight(job)
     flow.check_output(job)
@@ -185,7 +189,7 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
             with make_observer(console) as observer:
                 return flow.run(job, runner, observer, only)
         except KeyboardInterrupt:
-            line = f"stopped; finished partitions are kept, go on with: lakemap run {job_file}"
+            line = "stopped; finished partitions are kept, the same command goes on from here"
             console.print(line, highlight=False, soft_wrap=True)
             raise typer.Exit(STOPPED) from None
 

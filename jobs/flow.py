@@ -186,9 +186,11 @@ def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -
     """
     root = Folder(job.output)
     stores: dict[str, Store] = {}
+    worked = False
     refs = {"lake": _snapshot_ref(job)}
     for group, stages in GROUPS.items():
         for stage in stages:
+            worked = worked or _find(stage, refs, root, job) is None
             if only not in (None, group):
                 ref = _finished(stage, refs, root, job, str(only))
             else:
@@ -202,7 +204,7 @@ def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -
     run_folder, changed = publish.release(root, stores)
     record = stores["publish"].records[0]
     metrics = json.loads(stores["publish"].file(record, "metrics.json"))
-    return Published(run_folder, metrics, changed)
+    return Published(run_folder, metrics, changed or worked)
 
 
 def _snapshot_ref(job: Job) -> StoreRef:
@@ -245,6 +247,11 @@ def status(job: Job) -> list[StageStatus]:
         found.append(StageStatus(stage.name, "done", n_parts, n_parts, store.n_rows))
         refs[stage.name] = StoreRef(folder, store.manifest.digest)
     return found
+
+
+def is_finished(job: Job) -> bool:
+    """Whether every step of the job is done."""
+    return all(stage.state == "done" for stage in status(job))
 
 
 def _partial(name: str, folder: Folder) -> StageStatus:

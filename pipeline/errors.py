@@ -1,4 +1,4 @@
-"""Errors a user can cause; each carries one line: where, what was found, what was needed, what to do.
+"""Errors a user can cause, one line each: where, what was found, what was needed, what to do.
 
 Every error takes a single message, so that it survives pickling between processes.
 """

@@ -1,5 +1,6 @@
 """Runners and stores for every test; one cluster of two worker processes serves them all."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from pipeline import stores
 from pipeline.config import ClusterConfig
 from pipeline.runner import Runner, SerialRunner
 from pipeline.stores import Folder
+
+# As the command line sets it: waiting threads that spin stall each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("lakemap", deadline=None)

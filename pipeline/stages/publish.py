@@ -275,7 +275,7 @@ def _link_files(run: Folder, stores: Mapping[str, Store]) -> None:
             raise _damaged(
                 file, f"it has {sizes.get(file.name)} bytes, its commit says {file.size}"
             )
-    listed = {file.name: {"bytes": file.size, "sha256": file.part_sha256} for file in files}
+    listed = {file.name: {"bytes": file.size, "crc32": file.crc32} for file in files}
     metrics = json.loads(stores["publish"].file(stores["publish"].records[0], "metrics.json"))
     manifest = {
         "format": FORMAT,
@@ -295,7 +295,7 @@ class RunFile:
     key: str
     name: str
     size: int
-    part_sha256: str  # of all objects of the partition it belongs to
+    crc32: int
 
 
 def _link(file: RunFile, run: Folder, present: bool) -> None:
@@ -334,7 +334,7 @@ def _run_files(stores: Mapping[str, Store]) -> list[RunFile]:
             f"{record.key}/{name}",
             target.format(record.partition.index),
             record.objects[name],
-            record.sha256,
+            record.crcs[name],
         )
         for stage, targets in names.items()
         for store in [stores[stage]]
