@@ -74,6 +74,7 @@ def plan(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) 
     from pipeline.config import load_job
 
     job = load_job(job_file, overrides or ())
+    flow.check_place(job)
     needs = flow.preflight(job)
     offer = cluster.find_offer(job.cluster)
     shortage = flow.find_shortage(job, needs, offer.task_bytes, offer.train_bytes)
@@ -129,6 +130,7 @@ def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False
     from pipeline.config import load_job
 
     job = load_job(job_file, overrides or ())
+    flow.check_place(job)
     stages = flow.status(job)
     current = current_run(job.output)
     if as_json:
@@ -173,6 +175,7 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
     if only is not None and only not in flow.GROUPS:
         raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
     console = Console(stderr=True)
+    flow.check_place(job)
     if only is None and flow.is_finished(job):  # no workers to start, only a look at the stores
         with make_observer(console) as observer:
             return flow.run(job, SerialRunner(task_bytes=0), observer)

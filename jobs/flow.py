@@ -164,14 +164,18 @@ def check_installation() -> None:
         raise ConfigError(f"{what}; install exactly one: pip install 'lakemap[cpu]' or [gpu]")
 
 
-def check_output(job: Job) -> None:
-    """Refuse an output that cannot be written."""
-    root = Folder(job.output)
+def check_place(job: Job) -> None:
+    """Refuse an output that has a file in its way; touches nothing."""
     if "://" not in job.output:
         path = Path(job.output)
         for place in [path, *path.parents]:
-            if place.exists() and not place.is_dir():
+            if place.is_file():
                 raise ConfigError(f"output {job.output}: {place} is a file; name a folder")
+
+
+def check_output(job: Job) -> None:
+    """Refuse an output that cannot be written."""
+    root = Folder(job.output)
     try:
         root.put(".writable", b"")
         root.delete(".writable")

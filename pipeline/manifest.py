@@ -203,7 +203,8 @@ def load_commit(folder: Folder, index: int) -> Commit | None:
 
 def load_commits(folder: Folder) -> dict[int, Commit]:
     """Every commit of a store, by partition index."""
-    indices = [int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in folder.list("commits")]
+    names = [key.rsplit("/", 1)[1].removesuffix(".json") for key in folder.list("commits")]
+    indices = [int(name) for name in names if name.isdigit()]
     with ThreadPoolExecutor(16) as pool:
         loaded = pool.map(lambda index: load_commit(folder, index), indices)
     return {index: commit for index, commit in zip(indices, loaded, strict=True) if commit}
