@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ByteSize
 
+from encoders.fit import FitConfig
 from pipeline.config import (
     AffinityConfig,
     ClusterConfig,
@@ -152,7 +153,9 @@ def test_input_and_output_are_enough(tmp_path: Path) -> None:
     job = load(tmp_path, SMALLEST)
     assert job == Job(InputConfig(str(tmp_path / "lake")), str(tmp_path / "maps"))
     assert job.neighbors.k >= 3 * job.affinity.perplexity
-    assert (job.train.clip_pairwise, job.train.clip_layer) == (1e14, 1e4)
+    fit = FitConfig()
+    for name in ("learning_rate", "exaggerated_share", "clip_pairwise", "clip_layer", "steps"):
+        assert getattr(job.train, name) == getattr(fit, name), name
     assert (job.gates.recall, job.gates.accuracy) == (0.9, None)
     assert (job.cluster.kind, job.cluster.retries) == ("local", 2)
 
