@@ -1,7 +1,6 @@
 """The stage driver: check, skip, resume, run, write the manifest. Written once for all stages."""
 
 import functools
-import logging
 import resource
 import sys
 import time
@@ -40,8 +39,6 @@ from pipeline.manifest import (
 from pipeline.partitions import Partition, block_rows
 from pipeline.runner import Report, Runner
 from pipeline.stores import Folder
-
-log = logging.getLogger("lakemap")
 
 S = TypeVar("S")
 

@@ -204,16 +204,6 @@ def take_snapshot(source: Source) -> Snapshot:
     return Snapshot(files)
 
 
-def changed_files(source: Source, snapshot: Snapshot) -> list[str]:
-    """Names of the files that changed, vanished or appeared since the snapshot, sorted."""
-    try:
-        root = open_root(source.path)
-        now = set(_select(root, source, _list_files(root)))
-    except InputError:
-        now = set()  # the lake itself is gone
-    return sorted({file.path for file in now.symmetric_difference(snapshot.files)})
-
-
 def check_unchanged(root: Root, paths: list[str], expected: Mapping[str, InputFile]) -> None:
     """Nothing, or an InputError that names the first file which is not as expected."""
     with ThreadPoolExecutor(N_THREADS) as pool:

@@ -20,6 +20,7 @@ from pipeline.stages.ingest import lake_source, read_good_rows
 # A label with more values than this in one partition is not a category to colour by.
 MOST_LABELS = 1000
 COLOURED_LABELS = 20
+NOT_FINITE = "coordinates not finite"
 
 
 def estimate(job: Job, shape: Shape) -> Estimate:
@@ -66,7 +67,7 @@ def _unmapped(rows: Rows, partition: Partition, lost: Any) -> pa.Table:
             "file": pa.array([partition.pieces[0].path] * len(ranks)),
             "row": pa.array(ranks),
             "id": pc.cast(rows.ids.take(pa.array(ranks)), pa.string()),
-            "reason": pa.array(["coordinates not finite"] * len(ranks)),
+            "reason": pa.array([NOT_FINITE] * len(ranks)),
         }
     )
 

@@ -32,7 +32,7 @@ from pipeline.stage import (
     load_timing,
     one_partition,
 )
-from pipeline.stages.embed import COLOURED_LABELS
+from pipeline.stages.embed import COLOURED_LABELS, NOT_FINITE
 from pipeline.stages.evaluate import PIXELS, categories
 from pipeline.stores import Folder
 
@@ -163,7 +163,7 @@ def _report(context: Context[PublishSettings], metrics: dict[str, Any], picture:
             trained=metrics["rows_trained"],
             held_out=metrics["rows_held_out"],
         ),
-        quarantine=tuple(ingest.manifest.metrics["reasons"].items()),
+        quarantine=_reasons(ingest, context.read("embed")),
         quarantine_examples=_bad_rows(ingest),
         warnings=tuple(ingest.manifest.facts["warnings"]),
         files=FILES,
@@ -199,6 +199,14 @@ def _stage_row(name: str, ref: StoreRef, context: Context[PublishSettings]) -> S
         peak_bytes=timing.peak_bytes,
         store=f"{name}/{manifest.fingerprint}",
     )
+
+
+def _reasons(ingest: Store, embed: Store) -> tuple[tuple[str, int], ...]:
+    """Rows in the quarantine by reason; together they are all rows that are not on the map."""
+    reasons = dict(ingest.manifest.metrics["reasons"])
+    if embed.manifest.metrics["n_unmapped"]:
+        reasons[NOT_FINITE] = embed.manifest.metrics["n_unmapped"]
+    return tuple(reasons.items())
 
 
 def _bad_rows(ingest: Store) -> tuple[tuple[str, int, str, str], ...]:

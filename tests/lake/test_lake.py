@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import InputError, StoreError
-from pipeline.lake import InputFile, Snapshot, Source, changed_files, plan_lake, take_snapshot
+from pipeline.lake import InputFile, Snapshot, Source, plan_lake, take_snapshot
 from pipeline.lake import files as lake_files
 from pipeline.lake.files import open_root, store_errors
 
@@ -42,28 +42,6 @@ def test_the_digest_covers_path_size_and_etag() -> None:
     assert len(digests) == 4
     assert Snapshot((InputFile("a", 1, "x"),)).digest in digests
     assert all(len(digest) == 64 for digest in digests)
-
-
-def test_changed_vanished_and_new_files_are_named(tmp_path: Path) -> None:
-    for name in ("changed", "gone", "same"):
-        write(tmp_path / f"{name}.parquet")
-    source = Source(str(tmp_path), "v")
-    snapshot = take_snapshot(source)
-    assert changed_files(source, snapshot) == []
-    write(tmp_path / "changed.parquet", 4)
-    (tmp_path / "gone.parquet").unlink()
-    write(tmp_path / "new.parquet")
-    (tmp_path / "notes.txt").touch()
-    assert changed_files(source, snapshot) == ["changed.parquet", "gone.parquet", "new.parquet"]
-
-
-def test_of_a_lake_that_is_gone_every_file_has_changed(tmp_path: Path) -> None:
-    write(tmp_path / "lake" / "a.parquet")
-    source = Source(str(tmp_path / "lake"), "v")
-    snapshot = take_snapshot(source)
-    (tmp_path / "lake" / "a.parquet").unlink()
-    (tmp_path / "lake").rmdir()
-    assert changed_files(source, snapshot) == ["a.parquet"]
 
 
 def test_a_path_without_a_lake_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from pipeline.lake import (
     LakePlan,
     Rows,
     Source,
-    changed_files,
     plan_lake,
     read_partition,
     take_snapshot,
@@ -197,7 +196,7 @@ def test_only_the_named_arrays_count(tmp_path: Path) -> None:
     snapshot = take_snapshot(source)
     assert {file.path.split("/")[0] for file in snapshot.files} == {"zarr.json", "vec", "key"}
     zarr.open_group(tmp_path / "g", mode="a")["other"][:] = 0  # type: ignore[index]
-    assert changed_files(source, snapshot) == []
+    assert take_snapshot(source) == snapshot
 
 
 def test_a_chunk_that_changed_is_named(tmp_path: Path) -> None:
@@ -210,7 +209,6 @@ def test_a_chunk_that_changed_is_named(tmp_path: Path) -> None:
     array = zarr.open_array(tmp_path / "a", mode="a")
     array[40] = 1
     (tmp_path / "a" / "c" / "2" / "0").unlink()
-    assert changed_files(source, snapshot) == ["c/1/0", "c/2/0"]
     np.testing.assert_array_equal(
         read_partition(source, plan.partitions[0], 6, "float32", files).vectors, rows[:30]
     )
