@@ -1,6 +1,7 @@
 """The ordered stages, which store feeds which, and the checks between them."""
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +12,17 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import Job
-from pipeline.errors import ConfigError, InputError, StageError
+from pipeline.errors import ConfigError, DamagedError, InputError, StageError
 from pipeline.lake import take_snapshot
-from pipeline.manifest import Manifest, Store, find_store, load_commits, load_plan, open_store
+from pipeline.manifest import (
+    Manifest,
+    Store,
+    find_store,
+    forget_part,
+    load_commits,
+    load_plan,
+    open_store,
+)
 from pipeline.runner import Runner
 from pipeline.stage import Estimate, Observer, Shape, Stage, StoreRef, locate, run_stage
 from pipeline.stages import (
@@ -30,6 +39,8 @@ from pipeline.stages import (
     train,
 )
 from pipeline.stores import Folder
+
+log = logging.getLogger("lakemap")
 
 # The ten stages people know, and the steps each is made of: a barrier inside one is two steps.
 GROUPS: dict[str, tuple[Stage[Any], ...]] = {
@@ -186,8 +197,25 @@ def check_output(job: Job) -> None:
 def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -> Published | None:
     """The published run; with `only`, that stage's steps alone, on the finished stores before it.
 
-    None when the stage is not the last one.
+    None when the stage is not the last one. Where a finished step turns out to be damaged, the
+    task that wrote the damaged object is done again, and no other.
     """
+    repaired: set[str] = set()
+    while True:
+        try:
+            return _run_once(job, runner, observer, only)
+        except DamagedError as error:
+            url = error.partition_url
+            step = url.split("/stores/")[-1].split("/")[0]
+            ours = {stage.name for stage in (GROUPS[only] if only else STAGES)}
+            if url in repaired or step not in ours:
+                raise
+            repaired.add(url)
+            log.warning("%s; its task is done again", str(error).rpartition("; remove ")[0])
+            forget_part(url)
+
+
+def _run_once(job: Job, runner: Runner, observer: Observer, only: str | None) -> Published | None:
     root = Folder(job.output)
     stores: dict[str, Store] = {}
     worked = False

@@ -22,13 +22,19 @@ from pydantic import TypeAdapter
 from pipeline.errors import StoreError
 from pipeline.partitions import Partition
 from pipeline.stores import (
+    BUCKET_INDEX,
     BlockArrays,
+    BucketIndex,
+    Buckets,
     Folder,
     checksum,
+    decode_index,
     decode_table,
     encode_arrays,
+    encode_buckets,
     encode_table,
     put_all,
+    read_bucket,
     read_checked,
 )
 
@@ -52,6 +58,7 @@ class Part:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
+    buckets: Buckets | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> dict[str, bytes]:
@@ -59,6 +66,8 @@ class Part:
         arrays = encode_arrays(self.arrays) if self.arrays else {}
         objects = {f"arrays/{name}": data for name, data in arrays.items()}
         objects |= {f"{name}.parquet": encode_table(table) for name, table in self.tables.items()}
+        if self.buckets is not None:
+            objects |= encode_buckets(self.buckets)
         return objects | dict(self.files)
 
 
@@ -194,6 +203,17 @@ def commit_part(folder: Folder, partition: Partition, part: Part, effort: Effort
     return winner
 
 
+def forget_part(partition_url: str) -> None:
+    """Take back the manifest and the partition's commit: the next run does it alone again.
+
+    `partition_url` is where its objects lie, as a DamagedError names it.
+    """
+    url, _, key = partition_url.partition("/data/")
+    folder, index = Folder(url), int(key.split("-")[0])
+    folder.delete("manifest.json")
+    folder.delete(_commit_key(index))
+
+
 def load_commit(folder: Folder, index: int) -> Commit | None:
     """The partition's commit, or None when it has none yet."""
     key = _commit_key(index)
@@ -227,6 +247,7 @@ class Store:
         self.folder = folder
         self.manifest = manifest
         self._ends = np.cumsum([record.n_rows for record in manifest.records], dtype=np.int64)
+        self._indexes: dict[str, BucketIndex] = {}
 
     @property
     def records(self) -> Sequence[Record]:
@@ -258,6 +279,16 @@ class Store:
     def table(self, record: Record, name: str, columns: list[str] | None = None) -> pa.Table:
         """One table of one partition."""
         return decode_table(self.file(record, f"{name}.parquet"), columns)
+
+    def bucket(self, record: Record, bucket: int) -> dict[str, NDArray[Any]]:
+        """The rows that one partition sends to the bucket."""
+        return read_bucket(self.folder.join(record.key), self.bucket_index(record), bucket)
+
+    def bucket_index(self, record: Record) -> BucketIndex:
+        """Where the buckets of one partition lie; read once per process."""
+        if record.key not in self._indexes:
+            self._indexes[record.key] = decode_index(self.file(record, BUCKET_INDEX))
+        return self._indexes[record.key]
 
     def file(self, record: Record, name: str) -> bytes:
         """One file of one partition; its presence, size and checksum are checked."""

@@ -78,6 +78,6 @@ def failed(name: str, part: Partition, attempts: int, error: BaseException) -> L
     """The error that ends a run after a partition's last attempt."""
     where = f"{name}: partition {part.index} (rows {part.start}..{part.stop})"
     if isinstance(error, LakemapError):
-        return type(error)(f"{where}: {error}")
+        return error.at(where)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return StageError(f"{where} failed {attempts} times: {reason}")

@@ -36,7 +36,7 @@ from pipeline.manifest import (
     save_plan,
     to_json,
 )
-from pipeline.partitions import Partition, block_rows
+from pipeline.partitions import Partition, block_rows, graph_rows
 from pipeline.runner import Report, Runner
 from pipeline.stores import Folder
 
@@ -91,6 +91,16 @@ class Shape:
     def n_blocks(self) -> int:
         """Blocks of the training sample."""
         return -(-self.n_train // self.block_rows)
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of one block of the graph."""
+        return min(graph_rows(self.n_train), self.n_train)
+
+    @property
+    def n_graph_blocks(self) -> int:
+        """Blocks of the graph."""
+        return -(-self.n_train // self.graph_rows)
 
 
 # A worker process with Python, Arrow, Zarr, faiss and torch loaded, before any data.

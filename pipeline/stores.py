@@ -6,14 +6,16 @@ atomic, `create` is a conditional put, nothing is ever renamed.
 
 import hashlib
 import io
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import obstore
@@ -27,7 +29,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import MemoryStore
 
-from pipeline.errors import StoreError
+from pipeline.errors import DamagedError, StoreError
 
 # Arrays are cut into chunks of about this size: small enough to read a slice of a bucket
 # without the whole block, large enough to keep the number of objects low.
@@ -67,6 +69,17 @@ class Folder:
         store, path = self._locate(key)
         with _explained(self, key):
             return bytes(obstore.get(store, path).bytes())
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes start..stop of the object, fewer where it ends; FileNotFoundError if none."""
+        store, path = self._locate(key)
+        with _explained(self, key):
+            try:
+                return bytes(obstore.get_range(store, path, start=start, end=stop))
+            except BaseError:
+                if obstore.head(store, path)["size"] > start:
+                    raise
+                return b""
 
     def find(self, key: str) -> bytes | None:
         """The object's bytes, or None when there is none."""
@@ -235,9 +248,71 @@ def read_checked(folder: Folder, key: str, size: int, crc: int) -> bytes:
     return data
 
 
-def _damaged(folder: Folder, key: str, what: str) -> StoreError:
+def _damaged(folder: Folder, key: str, what: str) -> DamagedError:
     store = folder.url.split("/data/")[0]
-    return StoreError(f"{folder.url}/{key} is damaged: {what}; remove {store} and run again")
+    message = f"{folder.url}/{key} is damaged: {what}; remove {store} and run again"
+    return DamagedError(message, folder.url)
+
+
+class Buckets(NamedTuple):
+    """Rows on their way to other partitions: arrays sorted by bucket, and where each one starts.
+
+    A shuffle is one bucket file per task that writes; each task that reads takes its bucket, one
+    range of bytes, out of every file. Files grow with the partitions, not with their square.
+    """
+
+    starts: NDArray[np.int64]  # (n_buckets + 1,)
+    arrays: Arrays  # each with starts[-1] rows
+
+
+class BucketIndex(NamedTuple):
+    """Where the buckets of a file lie: rows, bytes and CRC32 of each, and the arrays' types."""
+
+    types: list[tuple[str, str, list[int]]]  # name, dtype, shape of one row
+    n_rows: list[int]
+    offsets: list[int]  # n_buckets + 1
+    crcs: list[int]
+
+
+BUCKET_FILE, BUCKET_INDEX = "buckets.bin", "buckets.json"
+
+
+def encode_buckets(buckets: Buckets) -> dict[str, bytes]:
+    """The bucket file and its index; values are raw, so that a bucket is one range of bytes."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in buckets.arrays.items()}
+    bounds = buckets.starts.tolist()
+    parts = [
+        b"".join(array[start:stop].tobytes() for array in arrays.values())
+        for start, stop in pairwise(bounds)
+    ]
+    offsets = np.cumsum([0, *map(len, parts)]).tolist()
+    types = [(name, array.dtype.str, list(array.shape[1:])) for name, array in arrays.items()]
+    sizes = np.diff(buckets.starts).tolist()
+    index = BucketIndex(types, sizes, offsets, [zlib.crc32(part) for part in parts])
+    return {BUCKET_FILE: b"".join(parts), BUCKET_INDEX: json.dumps(index._asdict()).encode()}
+
+
+def decode_index(data: bytes) -> BucketIndex:
+    """The index of a bucket file."""
+    return BucketIndex(**json.loads(data))
+
+
+def read_bucket(folder: Folder, index: BucketIndex, bucket: int) -> dict[str, NDArray[Any]]:
+    """The bucket's rows of every array; a file damaged there, cut or missing is named."""
+    start, stop = index.offsets[bucket : bucket + 2]
+    try:
+        data = folder.get_range(BUCKET_FILE, start, stop) if stop > start else b""
+    except FileNotFoundError:
+        raise _damaged(folder, BUCKET_FILE, "it is missing") from None
+    if len(data) != stop - start or zlib.crc32(data) != index.crcs[bucket]:
+        what = f"bucket {bucket} differs from its checksum"
+        raise _damaged(folder, BUCKET_FILE, what)
+    arrays, at, n_rows = {}, 0, index.n_rows[bucket]
+    for name, dtype, shape in index.types:
+        count = n_rows * int(np.prod(shape))
+        arrays[name] = np.frombuffer(data, dtype, count, at).reshape(n_rows, *shape)
+        at += arrays[name].nbytes
+    return arrays
 
 
 def put_all(folder: Folder, objects: Mapping[str, bytes]) -> None:
