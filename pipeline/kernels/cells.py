@@ -1,54 +1,200 @@
-"""Cells of the vector space: k-means centroids and the cells nearest to each row."""
+"""Cells of the vector space: their centroids, the cells nearest to each row, groups of cells."""
+
+from typing import NamedTuple
 
 import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+from pipeline.kernels.neighbors import nearest
 
-_N_ITERATIONS = 20
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+_N_ITERATIONS = 6
+# Up to so many cells one k-means is quick enough; more are trained region by region.
+_FLAT_CELLS = 64
+# A row is compared with so many of the cells nearest to its region.
+_NEAR_CELLS = 1024
+# A cell this many times the average is split; one this small a share of it goes to its neighbors.
+_LARGE, _SMALL = 8, 1 / 8
+
+
+class Grid(NamedTuple):
+    """Centroids, and a short cut to those near a row when there are many."""
+
+    centroids: Floats  # (n_cells, d)
+    regions: Floats  # (n_regions, d): a row's candidates are those of the region nearest to it
+    near: Ints  # (n_regions, n_near): numbers of the cells nearest to each region
 
 
 def train_centroids(rows: Floats, n_cells: int, seed: int) -> Floats:
-    """Return the k-means centroids, (n_cells, d) float32, of rows (n, d) float32.
+    """Return centroids, about (n_cells, d) float32, of rows (n, d) float32, by k-means.
 
-    Every row is used: the caller has drawn the sample.
+    Every row is used: the caller has drawn the sample. Cells much larger than the average are
+    split and small ones given up, so the number of centroids is not quite n_cells.
     """
-    n_rows, width = rows.shape
+    n_rows = len(rows)
     if not 1 <= n_cells <= n_rows:
         raise ValueError(f"{n_cells} cells cannot be trained on {n_rows} rows; need 1..{n_rows}")
     center = _mean(rows)
     if n_cells == 1:
         return center[np.newaxis]
+    centered = rows - center
+    if n_cells <= _FLAT_CELLS:
+        centroids = _kmeans(centered, n_cells, seed)
+    else:
+        regions = _kmeans(centered[:: max(1, n_cells // 512)], int(n_cells**0.5), seed)
+        centroids = _refine(centered, regions, n_rows / n_cells, seed)
+    return _even_out(centered, centroids, n_rows / n_cells, seed) + center
+
+
+def _kmeans(rows: Floats, n_cells: int, seed: int) -> Floats:
     kmeans = faiss.Kmeans(
-        width,
+        rows.shape[1],
         n_cells,
         niter=_N_ITERATIONS,
         seed=seed,
         min_points_per_centroid=1,
-        max_points_per_centroid=n_rows,
+        max_points_per_centroid=len(rows),
     )
-    kmeans.train(rows - center)
-    return np.asarray(kmeans.centroids, dtype=np.float32) + center
+    kmeans.train(np.ascontiguousarray(rows))
+    return np.asarray(kmeans.centroids, dtype=np.float32)
 
 
-def assign_cells(rows: Floats, centroids: Floats, overlap: int) -> NDArray[np.int32]:
+def _refine(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> Floats:
+    """Return centroids, each replaced by as many as its rows fill cells of cell_rows rows."""
+    cells = nearest(rows, centroids, 1)[1][:, 0]
+    order = np.argsort(cells, kind="stable")
+    starts = np.searchsorted(cells[order], np.arange(len(centroids) + 1))
+    finer = []
+    for number, centroid in enumerate(centroids):
+        inside = rows[order[starts[number] : starts[number + 1]]]
+        n_cells = min(round(len(inside) / cell_rows), len(inside))
+        finer.append(_kmeans(inside, n_cells, seed) if n_cells > 1 else centroid[np.newaxis])
+    return np.concatenate(finer)
+
+
+def _even_out(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> Floats:
+    """Return the centroids without those of small cells, and several for those of large ones."""
+    counts = np.bincount(nearest(rows, centroids, 1)[1][:, 0], minlength=len(centroids))
+    kept = centroids[counts >= cell_rows * _SMALL]
+    counts = np.bincount(nearest(rows, kept, 1)[1][:, 0], minlength=len(kept))
+    large = counts > cell_rows * _LARGE
+    if not large.any():
+        return kept
+    cells = nearest(rows, kept, 1)[1][:, 0]
+    inside = rows[large[cells]]
+    return np.concatenate(
+        [kept[~large], _refine(inside, kept[large], cell_rows * _LARGE / 2, seed)]
+    )
+
+
+def build_grid(centroids: Floats, seed: int) -> Grid:
+    """Return the centroids, (n_cells, d) float32, with regions where they are many."""
+    n_cells = len(centroids)
+    if n_cells <= _NEAR_CELLS:
+        every = np.arange(n_cells, dtype=np.int32)[np.newaxis]
+        return Grid(centroids, _mean(centroids)[np.newaxis], every)
+    center = _mean(centroids)
+    regions = _kmeans(centroids - center, int(n_cells**0.5), seed)
+    near = nearest(regions, centroids - center, _NEAR_CELLS)[1]
+    return Grid(centroids, regions + center, np.sort(near, axis=1).astype(np.int32))
+
+
+def assign_cells(rows: Floats, grid: Grid, overlap: int) -> Ints:
     """Return the nearest cells of each row, (n, overlap) int32, nearest first.
 
-    rows is (n, d) float32, centroids (n_cells, d) float32.
+    rows is (n, d) float32. With many cells they are the nearest of those near the row's region.
     """
-    n_cells = len(centroids)
+    n_cells = len(grid.centroids)
     if not 1 <= overlap <= n_cells:
         raise ValueError(f"overlap {overlap} with {n_cells} cells; need 1..{n_cells}")
     if len(rows) == 0:
         return np.empty((0, overlap), dtype=np.int32)
     # Far from the origin |x|^2 - 2xy + |y|^2 loses every digit that tells the cells apart.
-    center = _mean(centroids)
-    _, cells = faiss.knn(rows - center, centroids - center, overlap)
-    if (cells < 0).any():
-        bad = int(np.flatnonzero((cells < 0).any(axis=1))[0])
+    center = _mean(grid.centroids)
+    centered, centroids = rows - center, grid.centroids - center
+    if len(grid.regions) == 1:
+        found = nearest(centered, centroids, overlap)[1]
+        _check_found(found, np.arange(len(rows)))
+        return found.astype(np.int32)
+    cells = np.empty((len(rows), overlap), dtype=np.int32)
+    regions = nearest(centered, grid.regions - center, 1)[1][:, 0]
+    order = np.argsort(regions, kind="stable")
+    starts = np.searchsorted(regions[order], np.arange(len(grid.regions) + 1))
+    for region in np.unique(regions):
+        inside = order[starts[region] : starts[region + 1]]
+        near = grid.near[region]
+        _, found = nearest(centered[inside], centroids[near], overlap)
+        _check_found(found, inside)
+        cells[inside] = near[found]
+    return cells
+
+
+def _check_found(found: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Refuse rows for which the search gave up, which it says by a cell of -1."""
+    missing = (found < 0).any(axis=1)
+    if missing.any():
+        bad = int(rows[missing].min())
         raise ValueError(f"row {bad} has no nearest cell; its distances are not finite in float32")
-    return np.asarray(cells, dtype=np.int32)
+
+
+def coverage(cells: Ints, neighbor_cells: Ints) -> NDArray[np.float64]:
+    """Return the share of each query's neighbors that share a cell with it, (q, o) float64.
+
+    cells, (q, o), are the queries' cells, neighbor_cells, (q, j, o), those of their j neighbors,
+    nearest first; column m is for the first m + 1 cells of all.
+    """
+    overlap = cells.shape[1]
+    ranks = np.maximum.outer(np.arange(overlap), np.arange(overlap))
+    same = cells[:, np.newaxis, :, np.newaxis] == neighbor_cells[:, :, np.newaxis, :]
+    first = np.where(same, ranks, overlap).min(axis=(2, 3))
+    shares: NDArray[np.float64] = (first[:, :, np.newaxis] <= np.arange(overlap)).mean(axis=1)
+    return shares
+
+
+def group_cells(centroids: Floats, costs: NDArray[np.float64], n_groups: int) -> Ints:
+    """Return the group, 0..n_groups, of each cell, (n_cells,) int32: near cells, equal costs.
+
+    Groups are halved along the direction in which their centroids, (n_cells, d), spread most, so
+    that a row's cells lie in few of them. With fewer cells than groups some stay empty.
+    """
+    groups = np.zeros(len(centroids), dtype=np.int32)
+    _halve(centroids, costs, np.arange(len(centroids)), (0, n_groups), groups)
+    return groups
+
+
+def _halve(
+    centroids: Floats,
+    costs: NDArray[np.float64],
+    inside: NDArray[np.int64],
+    span: tuple[int, int],
+    groups: Ints,
+) -> None:
+    """Write the groups, those of the span, of the cells inside."""
+    first, stop = span
+    groups[inside] = first
+    if stop - first < 2 or len(inside) < 2:
+        return
+    middle = (first + stop) // 2
+    order = inside[np.argsort(_spread(centroids[inside]), kind="stable")]
+    reached = np.cumsum(costs[order])
+    share = reached[-1] * (middle - first) / (stop - first)
+    cut = int(np.clip(np.searchsorted(reached, share) + 1, 1, len(order) - 1))
+    _halve(centroids, costs, order[:cut], (first, middle), groups)
+    _halve(centroids, costs, order[cut:], (middle, stop), groups)
+
+
+def _spread(centroids: Floats) -> NDArray[np.float64]:
+    """Return each centroid's place, (n,), along the direction in which they spread most."""
+    X = centroids.astype(np.float64)
+    X -= X.mean(axis=0)
+    direction = X[np.einsum("ij,ij->i", X, X).argmax()]
+    for _ in range(8):  # power iteration; a rough direction will do
+        direction = (X @ direction) @ X
+        direction /= max(float(np.linalg.norm(direction)), 1e-300)
+    return np.asarray(X @ direction)
 
 
 def _mean(rows: Floats) -> Floats:

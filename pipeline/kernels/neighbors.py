@@ -1,14 +1,18 @@
-"""Exact nearest neighbors, and merging of neighbor lists that were found apart."""
+"""Nearest neighbors: exact, or inside cells; and merging of lists that were found apart."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.kernels.joins import join_tile, merge_lists
+
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
+Members = NDArray[np.int32]
 
 # Candidates beyond k + 1 make up for the rounding of the distances that rank them.
 _MARGIN = 16
@@ -16,13 +20,23 @@ _MARGIN = 16
 _BLOCK_VALUES = 1 << 18
 _QUERY_BLOCK = 1 << 14
 _DOUBLE_BLOCK = 1 << 11
+# A tile of products of 1 MB stays in the cache; 4 MB are 40% slower at 100 columns.
+_TILE = 512
+_LARGEST_CELL = 1 << 16
 
 
 class Neighbors(NamedTuple):
     """The nearest neighbors of n rows, by (distance, id); -1 and +inf where there are fewer."""
 
-    ids: Ids  # (n, k) int64
+    ids: NDArray[Any]  # (n, k) int64, int32 where they are positions in one task's rows
     distances: Floats  # (n, k) float32, squared Euclidean
+
+
+class Cells(NamedTuple):
+    """Which rows lie in each cell: members[starts[c]:starts[c + 1]]."""
+
+    starts: Ids  # (n_cells + 1,) int64
+    members: Members  # (m,) int32, ascending in each cell
 
 
 def widen(rows: NDArray[Any], metric: str) -> Floats:
@@ -57,7 +71,7 @@ def search_exact(queries: Floats, query_ids: Ids, rows: Floats, row_ids: Ids, k:
     n_candidates = min(k + 1 + _MARGIN, len(rows))
     for part in _blocks(len(queries), 1, _QUERY_BLOCK):
         block, ids = queries[part], query_ids[part]
-        reach, positions = faiss.knn(block - center, centered, n_candidates)
+        reach, positions = nearest(block - center, centered, n_candidates)
         _check_found(positions, part.start)
         best = _rank(block, ids, rows, row_ids, positions, k)
         if n_candidates < len(rows):
@@ -69,36 +83,87 @@ def search_exact(queries: Floats, query_ids: Ids, rows: Floats, row_ids: Ids, k:
     return found
 
 
-def merge_candidates(n_rows: int, rows: Ids, ids: Ids, distances: Floats, k: int) -> Neighbors:
-    """Return the k nearest distinct ids of each of n_rows rows, by (distance, id).
+def search_cells(rows: Floats, cells: Cells, k: int) -> Neighbors:
+    """Return the k nearest rows of each row among those that share a cell with it.
 
-    Candidate m says that ids[m] is at distances[m] from row rows[m], 0..n_rows; all are (m,).
-    An id that comes twice keeps its smaller distance; ids of -1 are ignored.
+    rows is (n, d) float32; ids are positions in it, (n, k) int32, never the row's own. Within a
+    cell the search is exact, but for cells of more than 65,536 rows, which are searched in parts:
+    only equal rows cannot be split into smaller ones.
     """
-    merged = empty_neighbors(n_rows, k)
-    real = ids >= 0
-    if not real.any():
-        return merged
-    rows, ids, nearest = _distinct(rows[real], ids[real], distances[real])
-    # The bits of a float32 >= 0 order as it does; one integer key sorts 10x faster than lexsort.
-    order = np.argsort(rows << 32 | nearest.view(np.int32), kind="stable")
-    rows = rows[order]
-    rank = np.arange(rows.size) - np.searchsorted(rows, np.arange(n_rows))[rows]
-    near = rank < k
-    merged.ids[rows[near], rank[near]] = ids[order[near]]
-    merged.distances[rows[near], rank[near]] = nearest[order[near]]
-    return merged
+    ids = np.full((len(rows), k), -1, dtype=np.int32)
+    distances = np.full((len(rows), k), np.inf, dtype=np.float32)
+    for number in range(len(cells.starts) - 1):
+        members = cells.members[cells.starts[number] : cells.starts[number + 1]]
+        for part in _blocks(len(members), 1, _LARGEST_CELL):
+            _join_cell(rows, members[part], ids, distances)
+    distances *= 2
+    return Neighbors(ids, distances)
 
 
-def best_of(first: Neighbors, second: Neighbors, k: int) -> Neighbors:
-    """Return the k nearest distinct ids, row by row, of two lists for the same n rows."""
-    if len(first.ids) != len(second.ids):
-        raise ValueError(f"lists are for {len(first.ids)} and {len(second.ids)} rows; need equal")
-    ids = np.concatenate([first.ids, second.ids], axis=1)
-    distances = np.concatenate([first.distances, second.distances], axis=1)
-    n_rows, width = ids.shape
-    rows = np.repeat(np.arange(n_rows, dtype=np.int64), width)
-    return merge_candidates(n_rows, rows, ids.ravel(), distances.ravel(), k)
+def _join_cell(rows: Floats, members: Members, ids: Members, distances: Floats) -> None:
+    """Offer all pairs of a cell's members, (m,), to the lists ids and distances, (n, k)."""
+    if len(members) < 2:
+        return
+    X = rows[members]
+    X -= X.mean(axis=0)  # near its middle a cell's products round least
+    halves = np.einsum("ij,ij->i", X, X) / 2
+    if not np.isfinite(halves).all():
+        raise ValueError("a cell has distances that are not finite in float32; scale the rows")
+    if has_gpu():
+        _join_on_gpu(X, members, ids, distances)
+        return
+    parts = list(_blocks(len(members), 1, _TILE))
+    for number, a in enumerate(parts):
+        for b in parts[number:]:
+            # With itself a tile's product is symmetric, of which numpy computes one half.
+            both = members[a], members[b]
+            join_tile(X[a] @ X[b].T, rows, (halves[a], halves[b]), both, ids, distances)
+
+
+def _join_on_gpu(X: Floats, members: Members, ids: Members, distances: Floats) -> None:
+    """Do the same by a search of the cell, X (m, d), in itself."""
+    k = min(ids.shape[1] + 1, len(X))
+    found, positions = nearest(X, X, k)
+    own = positions == np.arange(len(X))[:, np.newaxis]
+    order = np.argsort(np.where(own, np.inf, found), axis=1, kind="stable")
+    more = np.where(own, -1, members[positions])
+    merge_lists(
+        ids,
+        distances,
+        members.astype(np.int64),
+        np.take_along_axis(more, order, axis=1),
+        np.take_along_axis(np.where(own, np.inf, found / 2).astype(np.float32), order, axis=1),
+    )
+
+
+def has_gpu() -> bool:
+    """Whether faiss can search on a GPU here."""
+    return bool(faiss.get_num_gpus())
+
+
+def nearest(queries: Floats, rows: Floats, k: int) -> tuple[Floats, Ids]:
+    """Return squared distances and positions, (q, k), of the rows nearest to the queries.
+
+    On a GPU where there is one and this build of faiss can use it.
+    """
+    if has_gpu():
+        found = faiss.knn_gpu(_gpu_resources(), queries, rows, k)
+    else:
+        found = faiss.knn(queries, rows, k)
+    return found[0], found[1]
+
+
+@lru_cache(maxsize=1)
+def _gpu_resources() -> Any:
+    return faiss.StandardGpuResources()
+
+
+def merge_found(found: Neighbors, rows: Ids, more: Neighbors) -> None:
+    """Take the lists `more`, (m, j) of rows (m,), into those of the same rows in found, (n, k).
+
+    Ids that come twice count once; distances of the same pair may differ in their last bits.
+    """
+    merge_lists(found.ids, found.distances, rows, more.ids, more.distances)
 
 
 def empty_neighbors(n_rows: int, k: int) -> Neighbors:
@@ -231,20 +296,6 @@ def _check_found(positions: Ids, start: int) -> None:
     if missing.any():
         bad = start + int(np.flatnonzero(missing)[0])
         raise ValueError(f"query {bad} has distances that are not finite in float32; scale rows")
-
-
-def _distinct(rows: Ids, ids: Ids, distances: Floats) -> tuple[Ids, Ids, Floats]:
-    """Return each (row, id) once, sorted, with its least distance; all are (m,), m >= 1."""
-    n_ids = int(ids.max()) + 1
-    if int(rows.max()) < np.iinfo(np.int64).max // n_ids:
-        order = np.argsort(rows * n_ids + ids)
-    else:
-        order = np.lexsort((ids, rows))
-    rows, ids = rows[order], ids[order]
-    changes = (rows[1:] != rows[:-1]) | (ids[1:] != ids[:-1])
-    first = np.concatenate([[0], np.flatnonzero(changes) + 1])
-    nearest = np.minimum.reduceat(distances[order], first).astype(np.float32)
-    return rows[first], ids[first], nearest
 
 
 def _blocks(n_rows: int, width: int, n_values: int) -> Iterator[slice]:

@@ -1,83 +1,321 @@
-"""cells: k-means centroids of the sample, then each row's copies in the cells nearest to it.
+"""cells: how the sample is cut into overlapping cells, then each row on its way to its cells.
 
-A block of `assign` is a bucket file: its rows sorted by cell, so that a search task reads only
-its cell's range of every block. One cell is exact search, so one path serves every size.
+centroids  how many cells and how many a row is put in, by cost among what reaches the recall
+assign     one bucket file per block: the rows of every bucket, a group of neighbouring cells
+
+Neighbours that share a cell are found, so the recall is the share of such pairs; it is measured
+on drawn rows before anything is built. One cell is exact search, so one path serves every size.
 """
 
+import os
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
 from pipeline.config import Job
-from pipeline.kernels.cells import assign_cells, train_centroids
-from pipeline.kernels.neighbors import widen
+from pipeline.errors import ConfigError
+from pipeline.kernels.cells import (
+    Grid,
+    assign_cells,
+    build_grid,
+    coverage,
+    group_cells,
+    train_centroids,
+)
+from pipeline.kernels.neighbors import search_exact, widen
 from pipeline.kernels.sampling import draw_positions
-from pipeline.manifest import Part, Plan
-from pipeline.partitions import Partition, block_rows, split_rows
+from pipeline.manifest import Part, Plan, Store, open_store
+from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report
-from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
+from pipeline.stage import (
+    PROCESS_BYTES,
+    Context,
+    Estimate,
+    Shape,
+    Stage,
+    StoreRef,
+    one_partition,
+)
+from pipeline.stores import Buckets
 
-# k-means gains little from more rows per centroid.
-ROWS_PER_CENTROID = 256
+EXACT_ROWS = 4096  # up to so many rows one cell costs less than choosing several
+FINEST_CELL = 128  # rows; smaller ones need so much overlap that nothing is won
+COARSER = 4  # times the rows of a cell, from one option to the next
+MOST_OVERLAP = 16
+ROWS_PER_CENTROID = 16
+COVERAGE_QUERIES = 1000
+BUCKET_ROWS = 16_384  # rows a bucket should have, copies apart
+LEAST_BUCKETS = 8
 
 
 @dataclass(frozen=True)
 class CellSettings:
     """What the cells depend on."""
 
+    k: int
     metric: str
+    recall: float
     cells: int | None
-    cell_rows: int
-    overlap: int
+    overlap: int | None
+    memory: int
     seed: int
+
+
+class Probe(NamedTuple):
+    """Drawn rows: some train the centroids, others, which these must not know, measure them.
+
+    Some of the measuring rows are queries, with the nearest of the measuring rows to each.
+    """
+
+    training: NDArray[np.float32]  # (t, d)
+    rows: NDArray[np.float32]  # (m, d)
+    n_total: int  # rows of the whole sample
+    queries: NDArray[np.int64]  # (q,) positions in rows
+    neighbors: NDArray[np.int64]  # (q, j) positions in rows
+
+
+class Option(NamedTuple):
+    """One way to cut the sample, and what it gives."""
+
+    grid: Grid
+    overlap: int
+    coverage: float
+    error: float  # standard error of the coverage
+    cost: float  # nanoseconds a row, by the cost model
+    groups: NDArray[np.int32]  # (n_cells,), bucket of each cell
+    bucket_rows: int  # of the largest bucket
 
 
 def settings(job: Job) -> CellSettings:
     """The cells' settings."""
     config = job.neighbors
-    return CellSettings(config.metric, config.cells, config.cell_rows, config.overlap, config.seed)
+    memory = int(config.memory)
+    return CellSettings(
+        config.k,
+        config.metric,
+        config.recall,
+        config.cells,
+        config.overlap,
+        memory,
+        config.seed,
+    )
 
 
-def count_cells(config: CellSettings, n_rows: int) -> int:
-    """How many cells: one, which is exact, up to twice the rows of a cell; then as few as fit."""
-    if config.cells is not None:
-        return min(config.cells, n_rows)
-    if n_rows <= 2 * config.cell_rows:
-        return 1
-    return -(-n_rows * config.overlap // config.cell_rows)
+def bucket_row_bytes(width: int, item_bytes: int, k: int) -> int:
+    """Memory of one row in a search task: as read, widened, centred; its lists, also encoded."""
+    return width * (8 + item_bytes) + 44 * k + 4 * MOST_OVERLAP + 32
+
+
+def count_drawn(config: CellSettings, n_rows: int, width: int) -> int:
+    """Rows to draw: 16 a cell to train and as many to measure, if half of the memory holds them."""
+    wanted = 2 * ROWS_PER_CENTROID * max(config.cells or 1, n_rows // FINEST_CELL)
+    held = config.memory // 2 // (4 * width)
+    return min(n_rows, max(EXACT_ROWS, min(wanted, held)))
+
+
+def assign_rows(config: CellSettings, n_rows: int, row_bytes: int) -> int:
+    """Rows of one block of `assign`: a sixteenth of all; its copies fit half of the memory."""
+    held = config.memory // (2 * MOST_OVERLAP * (row_bytes + 4 * MOST_OVERLAP + 8))
+    return max(1, min(max(-(-n_rows // 16), 4096), held))
 
 
 def estimate_centroids(job: Job, shape: Shape) -> Estimate:
-    """One task holds the rows k-means is trained on, twice."""
-    n_cells = count_cells(settings(job), shape.n_train)
-    n_rows = min(shape.n_train, ROWS_PER_CENTROID * n_cells)
-    return Estimate(1, PROCESS_BYTES + 3 * n_rows * shape.width * 4, n_cells * shape.width * 4)
+    """One task holds the drawn rows, and those it trains on centred and grouped."""
+    config = settings(job)
+    drawn = count_drawn(config, shape.n_train, shape.width)
+    store = max(config.cells or 1, shape.n_train // FINEST_CELL) * shape.width * 4
+    return Estimate(1, PROCESS_BYTES + 3 * drawn * shape.width * 4 + 2 * store, 2 * store)
 
 
 def estimate_assign(job: Job, shape: Shape) -> Estimate:
-    """One task holds a block widened, and its copies."""
+    """One task holds a block, its copies and their encoding."""
     config = settings(job)
-    n_cells = count_cells(config, shape.n_train)
-    copies = min(config.overlap, n_cells)
-    row = shape.width * 4 + 2 * copies * (shape.row_bytes + 8)
-    task = PROCESS_BYTES + shape.block_rows * row + n_cells * shape.width * 4
-    return Estimate(shape.n_blocks, task, shape.n_train * copies * (shape.row_bytes + 8))
+    block = assign_rows(config, shape.n_train, shape.row_bytes)
+    copies = config.overlap or MOST_OVERLAP
+    copied = shape.row_bytes + 4 * copies + 8
+    task = PROCESS_BYTES + block * (shape.width * 8 + copies * 2 * copied)
+    store = shape.n_train * min(copies, 4) * copied
+    return Estimate(-(-shape.n_train // block), task, store)
 
 
 def train_part(context: Context[CellSettings], _: Partition, __: Report) -> Part:
-    """The centroids, from a seeded sample of the training rows."""
+    """The centroids, the bucket of each cell, and the overlap, from a draw of the sample."""
     sample, config = context.read("sample"), context.settings
-    n_cells = count_cells(config, sample.n_rows)
+    width, dtype = sample.manifest.facts["width"], np.dtype(sample.manifest.facts["dtype"])
+    n_drawn = count_drawn(config, sample.n_rows, width)
     seed = [config.seed, crc32(b"centroids")]
-    chosen = np.sort(draw_positions(sample.n_rows, ROWS_PER_CENTROID * n_cells, seed))
+    rows = widen(_gather(sample, draw_positions(sample.n_rows, n_drawn, seed)), config.metric)
+    with threadpool_limits(limits=len(os.sched_getaffinity(0))):
+        probe = make_probe(rows, sample.n_rows, config.k)
+        option = choose(probe, config, bucket_row_bytes(width, dtype.itemsize, config.k))
+    arrays = {**option.grid._asdict(), "groups": option.groups}
+    metrics = {
+        "cells": len(option.grid.centroids),
+        "overlap": option.overlap,
+        "coverage": option.coverage,
+        "coverage_error": option.error,
+        "buckets": int(option.groups.max()) + 1,
+    }
+    return Part(len(option.grid.centroids), arrays=arrays, metrics=metrics)
+
+
+def _gather(sample: Store, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The rows at those positions, in order of position; the sample is read a part at a time."""
+    wanted = np.sort(positions)
     blocks = []
     for part in split_rows(sample.n_rows, 8192):
-        inside = chosen[(chosen >= part.start) & (chosen < part.stop)] - part.start
-        vectors = sample.rows("vectors", part.start, part.stop)[inside]
-        blocks.append(widen(vectors, config.metric))
-    centroids = train_centroids(np.concatenate(blocks), n_cells, config.seed)
-    return Part(len(centroids), arrays={"centroids": centroids})
+        start, stop = np.searchsorted(wanted, [part.start, part.stop])
+        if stop > start:
+            vectors = sample.rows("vectors", part.start, part.stop)
+            blocks.append(vectors[wanted[start:stop] - part.start])
+    return np.concatenate(blocks)
+
+
+def make_probe(drawn: NDArray[np.float32], n_total: int, k: int) -> Probe:
+    """The drawn rows in two halves, and queries in the second with their nearest ones there.
+
+    Of a row's k neighbours in the whole sample that half holds a share of len(rows) / n_total,
+    and these are its nearest rows there: they stand for the k.
+    """
+    training, rows = drawn[::2].copy(), drawn[1::2].copy()
+    n_near = min(max(1, round(k * len(rows) / n_total)), len(rows) - 1)
+    numbers = np.arange(len(rows))
+    queries = numbers[:: max(1, len(rows) // COVERAGE_QUERIES)][:COVERAGE_QUERIES]
+    found = search_exact(rows[queries], queries, rows, numbers, n_near)
+    return Probe(training, rows, n_total, queries, found.ids)
+
+
+def choose(probe: Probe, config: CellSettings, row_bytes: int) -> Option:
+    """The cheapest option that reaches the recall and fits the memory.
+
+    From fine cells to coarse ones; the search ends where they become dearer.
+    """
+    best: Option | None = None
+    tried: list[Option] = []
+    for n_cells in count_options(config, probe.n_total, len(probe.training)):
+        grid = build_grid(train_centroids(probe.training, n_cells, config.seed), config.seed)
+        option = _weigh(grid, probe, config, row_bytes)
+        tried.append(option)
+        if not _fits(option, config, row_bytes):
+            break  # coarser cells need still more
+        if config.overlap is None and option.coverage - option.error < config.recall:
+            continue
+        if best is not None and option.cost >= best.cost:
+            break
+        best = option
+    if best is None:
+        raise ConfigError(_explain(tried, config, row_bytes))
+    return best
+
+
+def count_options(config: CellSettings, n_rows: int, n_drawn: int) -> list[int]:
+    """Numbers of cells to try, many first, one last."""
+    if config.cells is not None:
+        return [min(config.cells, n_drawn)]
+    if n_rows <= EXACT_ROWS:
+        return [1]
+    counts, cell_rows = [], FINEST_CELL
+    while cell_rows < n_rows:
+        counts.append(min(n_rows // cell_rows, n_drawn // 8))
+        cell_rows *= COARSER
+    return [*counts, 1]
+
+
+def _weigh(grid: Grid, probe: Probe, config: CellSettings, row_bytes: int) -> Option:
+    """The grid with the least overlap that reaches the recall, or the largest that was tried."""
+    n_cells = len(grid.centroids)
+    most = min(config.overlap or MOST_OVERLAP, n_cells)
+    cells = assign_cells(probe.rows, grid, most)
+    shares = coverage(cells[probe.queries], cells[probe.neighbors])
+    means = shares.mean(axis=0)
+    errors = shares.std(axis=0) / len(shares) ** 0.5
+    reached = np.flatnonzero(means - errors >= config.recall)
+    overlap = int(reached[0]) + 1 if len(reached) and config.overlap is None else most
+    scale = probe.n_total / len(probe.rows)
+    counts = np.bincount(cells[:, :overlap].ravel(), minlength=n_cells).astype(np.float64) * scale
+    groups, bucket_rows = _make_buckets(grid, cells[:, :overlap], counts, config.memory / row_bytes)
+    cost = _cost(counts, probe.n_total, grid.centroids.shape[1], config.k)
+    mean, error = float(means[overlap - 1]), float(errors[overlap - 1])
+    return Option(grid, overlap, mean, error, cost, groups, int(bucket_rows * scale))
+
+
+def _cost(counts: NDArray[np.float64], n_rows: int, width: int, k: int) -> float:
+    """Nanoseconds a row on one core: pairs, copies, centroids; measured at 100 and 784 columns."""
+    pairs, copies = float((counts**2).sum()) / n_rows, float(counts.sum()) / n_rows
+    search = pairs * (0.0165 * width + 0.8) + copies * (1.5 * width + 60 * k + 1000)
+    return search + min(len(counts), 1024) * 0.022 * width
+
+
+def _make_buckets(
+    grid: Grid, cells: NDArray[np.int32], counts: NDArray[np.float64], most_rows: float
+) -> tuple[NDArray[np.int32], float]:
+    """The bucket of each cell, and the drawn rows of the largest one."""
+    n_cells = len(grid.centroids)
+    n_rows = counts.sum() / cells.shape[1]
+    scale = n_rows / len(cells)
+    costs = counts * (counts + 1000)
+    wanted = min(max(LEAST_BUCKETS, -(-int(n_rows) // BUCKET_ROWS)), n_cells)
+    while True:
+        groups = group_cells(grid.centroids, costs, wanted)
+        _, buckets = rows_by_bucket(groups[cells])
+        largest = float(np.bincount(buckets).max())
+        if largest * scale <= most_rows or wanted == n_cells:
+            return groups, largest
+        wanted = min(2 * wanted, n_cells)
+
+
+def rows_by_bucket(
+    buckets: NDArray[np.int32],
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Each row with each of its buckets once, sorted by bucket, then row.
+
+    buckets is (n, overlap), of a row's cells; the result is rows, (m,), and buckets, (m,).
+    """
+    per_row = np.sort(buckets, axis=1)
+    first = np.ones(per_row.shape, dtype=bool)
+    first[:, 1:] = per_row[:, 1:] != per_row[:, :-1]
+    rows, found = np.nonzero(first)[0], per_row[first]
+    order = np.argsort(found, kind="stable")
+    return rows[order], found[order]
+
+
+def _fits(option: Option, config: CellSettings, row_bytes: int) -> bool:
+    return option.bucket_rows * row_bytes <= config.memory
+
+
+def _explain(tried: list[Option], config: CellSettings, row_bytes: int) -> str:
+    """What was tried in vain, as one line."""
+    mib = 1 << 20
+    fitting = [option for option in tried if _fits(option, config, row_bytes)]
+    last = tried[-1]
+    needed = last.bucket_rows * row_bytes // mib + 1
+    memory = (
+        f"{len(last.grid.centroids)} cells with overlap {last.overlap} need {needed} MiB a task, "
+        f"neighbors.memory is {config.memory // mib} MiB"
+    )
+    if not fitting:
+        return f"neighbors: {memory}; raise it to {needed}MiB"
+    best = max(fitting, key=lambda option: option.coverage)
+    reason = "; " if _fits(last, config, row_bytes) else f", and {memory}; "
+    return (
+        f"neighbors: recall {config.recall:g} is not reached: overlap {best.overlap} of "
+        f"{len(best.grid.centroids)} cells gives {best.coverage:.3f} ± {best.error:.3f}, "
+        f"{config.recall - best.coverage + best.error:.3f} too little{reason}"
+        f"raise neighbors.memory or lower neighbors.recall"
+    )
+
+
+@lru_cache(maxsize=1)
+def read_grid(ref: StoreRef) -> tuple[Grid, NDArray[np.int32]]:
+    """The grid and the bucket of each cell, read once per process."""
+    centroids = open_store(ref.folder, ref.digest)
+    block = centroids.arrays(centroids.records[0])
+    return Grid(*(block.read(name) for name in Grid._fields)), block.read("groups")
 
 
 def prepare_assign(context: Context[CellSettings]) -> Plan:
@@ -85,38 +323,39 @@ def prepare_assign(context: Context[CellSettings]) -> Plan:
     sample = context.read("sample")
     facts = sample.manifest.facts
     row_bytes = facts["width"] * np.dtype(facts["dtype"]).itemsize
-    return Plan(split_rows(sample.n_rows, block_rows(row_bytes)))
+    return Plan(split_rows(sample.n_rows, assign_rows(context.settings, sample.n_rows, row_bytes)))
 
 
 def assign_part(context: Context[CellSettings], partition: Partition, _: Report) -> Part:
-    """A bucket file: row numbers and vectors sorted by cell, and where each cell starts."""
-    centroids = context.read("centroids").rows("centroids", 0, context.read("centroids").n_rows)
-    overlap = min(context.settings.overlap, len(centroids))
+    """A bucket file: row numbers, cells and vectors of the rows that go to each bucket."""
+    metrics = context.read("centroids").records[0].metrics
+    grid, groups = read_grid(context.inputs["centroids"])
     vectors = context.read("sample").rows("vectors", partition.start, partition.stop)
-    cells = assign_cells(widen(vectors, context.settings.metric), centroids, overlap)
-    order = np.argsort(cells.ravel(), kind="stable")
-    copies = order // overlap  # the row, counted in the block, of each sorted copy
-    starts = np.searchsorted(cells.ravel()[order], np.arange(len(centroids) + 1))
-    arrays = {
-        "rows": copies + partition.start,
-        "vectors": vectors[copies],
-        "starts": starts.astype(np.int64),
+    widened = widen(vectors, context.settings.metric)
+    cells = assign_cells(widened, grid, metrics["overlap"])
+    rows, buckets = rows_by_bucket(groups[cells])
+    starts = np.searchsorted(buckets, np.arange(metrics["buckets"] + 1))
+    arrays: dict[str, NDArray[Any]] = {
+        "rows": rows + partition.start,
+        "cells": cells[rows],
+        "vectors": vectors[rows],
     }
-    return Part(len(copies), arrays=arrays)
+    return Part(len(rows), buckets=Buckets(starts.astype(np.int64), arrays))
 
 
 CENTROIDS = Stage(
     name="centroids",
-    version=1,
+    version=2,
     reads=("sample",),
     settings=settings,
     estimate=estimate_centroids,
     prepare=one_partition,
     do_part=train_part,
+    whole_machine=True,
 )
 ASSIGN = Stage(
     name="assign",
-    version=1,
+    version=2,
     reads=("sample", "centroids"),
     settings=settings,
     estimate=estimate_assign,

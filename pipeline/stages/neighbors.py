@@ -1,12 +1,11 @@
 """neighbors: search inside each cell, merge per row, measure the recall.
 
-search     cells → candidates, one task per slice of a cell's rows
-neighbors  candidates → exactly k sorted neighbours of every row, one task per block of rows
+search     cells → lists of neighbours, one task per bucket, a group of neighbouring cells
+neighbors  lists → exactly k sorted neighbours of every row, one task per block of rows
 recall     neighbours against exact search on seeded rows, with a confidence interval
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -15,28 +14,23 @@ from numpy.typing import NDArray
 
 from pipeline.config import Job
 from pipeline.kernels.neighbors import (
+    Cells,
     Neighbors,
-    best_of,
+    empty_neighbors,
     mean_interval,
-    merge_candidates,
+    merge_found,
     recall_per_query,
+    search_cells,
     search_exact,
     widen,
 )
 from pipeline.kernels.sampling import draw_positions
-from pipeline.manifest import Part, Plan, Record, Store, open_store
-from pipeline.partitions import Partition, split_rows
+from pipeline.manifest import Part, Plan, Record, Store
+from pipeline.partitions import Partition, graph_rows, split_rows
 from pipeline.runner import Report
-from pipeline.stage import (
-    PROCESS_BYTES,
-    Context,
-    Estimate,
-    Shape,
-    Stage,
-    StoreRef,
-    one_partition,
-)
+from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
 from pipeline.stages import cells
+from pipeline.stores import Buckets
 
 QUERIES_PER_TASK = 8192
 
@@ -59,10 +53,11 @@ class RecallSettings:
     seed: int
 
 
-class Cell(NamedTuple):
-    """All rows of one cell, by row number."""
+class Bucket(NamedTuple):
+    """All rows of one bucket, by row number: their cells, everywhere, and vectors."""
 
     rows: NDArray[np.int64]
+    cells: NDArray[np.int32]
     vectors: NDArray[np.float32]
 
 
@@ -78,105 +73,98 @@ def recall_settings(job: Job) -> RecallSettings:
 
 
 def estimate_search(job: Job, shape: Shape) -> Estimate:
-    """One task holds its cell (perhaps thrice the average), for a moment also the last one."""
+    """One task holds a bucket, as much of it as neighbors.memory allows."""
     config = cells.settings(job)
-    n_cells = cells.count_cells(config, shape.n_train)
-    copies = shape.n_train * min(config.overlap, n_cells)
-    cell_rows = min(shape.n_train, copies // n_cells * (1 if n_cells == 1 else 3))
-    vectors = cell_rows * (shape.width * 12 + shape.row_bytes)
-    results = QUERIES_PER_TASK * job.neighbors.k * 48
-    n_parts = max(n_cells, copies // QUERIES_PER_TASK)
-    store = copies * (job.neighbors.k * 12 + 8)
-    return Estimate(n_parts, PROCESS_BYTES + vectors + results, store)
+    n_parts = max(cells.LEAST_BUCKETS, shape.n_train // cells.BUCKET_ROWS)
+    row = cells.bucket_row_bytes(shape.width, shape.item_bytes, job.neighbors.k)
+    task = PROCESS_BYTES + min(config.memory, shape.n_train * row)
+    store = shape.n_train * min(config.overlap or 4, 4) * (job.neighbors.k * 12 + 8)
+    return Estimate(n_parts, task, store)
 
 
 def estimate_merge(job: Job, shape: Shape) -> Estimate:
-    """One task holds the candidates of a block and their sort."""
-    overlap = min(job.neighbors.overlap, cells.count_cells(cells.settings(job), shape.n_train))
-    task = PROCESS_BYTES + shape.block_rows * job.neighbors.k * overlap * 100
-    return Estimate(shape.n_blocks, task, shape.n_train * job.neighbors.k * 12)
+    """One task holds the lists of a block, those of one bucket, and their encoding."""
+    task = PROCESS_BYTES + shape.graph_rows * job.neighbors.k * 12 * 4
+    return Estimate(shape.n_graph_blocks, task, shape.n_train * job.neighbors.k * 12)
 
 
 def estimate_recall(job: Job, shape: Shape) -> Estimate:
     """One task holds the queries and one block of the sample."""
-    rows = job.neighbors.recall_queries + 3 * shape.block_rows
+    rows = job.neighbors.recall_queries + 3 * QUERIES_PER_TASK
     return Estimate(1, PROCESS_BYTES + rows * shape.width * 4, 1000)
 
 
 def prepare_search(context: Context[NeighborSettings]) -> Plan:
-    """Slices of the cells; rows are numbered cell after cell."""
+    """One task per bucket that has rows, large ones first; rows are numbered task after task."""
     assign = context.read("assign")
-    sizes = sum(np.diff(assign.arrays(record).read("starts")) for record in assign.records)
-    cell_starts = np.concatenate([[0], np.cumsum(sizes)])
-    parts: list[Partition] = []
-    for start, size in zip(cell_starts, np.asarray(sizes), strict=False):
-        for part in split_rows(int(size), QUERIES_PER_TASK):
-            place = int(start)
-            parts.append(Partition(len(parts), place + part.start, place + part.stop))
-    return Plan(parts, {"cell_starts": cell_starts.tolist()})
+    sizes = np.sum([assign.bucket_index(record).n_rows for record in assign.records], axis=0)
+    buckets = [int(bucket) for bucket in np.argsort(-sizes, kind="stable") if sizes[bucket]]
+    stops = np.cumsum(sizes[buckets]).tolist()
+    parts = [
+        Partition(index, stop - int(sizes[bucket]), stop)
+        for index, (bucket, stop) in enumerate(zip(buckets, stops, strict=True))
+    ]
+    return Plan(parts, {"buckets": buckets})
 
 
 def search_part(context: Context[NeighborSettings], partition: Partition, _: Report) -> Part:
-    """Candidates of a slice of one cell's rows, in order of row number."""
-    cell_starts = context.facts["cell_starts"]
-    number = int(np.searchsorted(cell_starts, partition.start, side="right")) - 1
-    cell = _read_cell(context.inputs["assign"], number, context.settings.metric)
-    inside = slice(partition.start - cell_starts[number], partition.stop - cell_starts[number])
-    found = search_exact(
-        cell.vectors[inside], cell.rows[inside], cell.vectors, cell.rows, context.settings.k
-    )
-    rows = cell.rows[inside]
-    arrays: dict[str, NDArray[Any]] = {"rows": rows, **found._asdict()}
-    span = {"first_row": int(rows[0]), "last_row": int(rows[-1])}
-    return Part(len(rows), arrays=arrays, metrics=span)
+    """Lists of a bucket's rows, as a bucket file by the block of the graph that they go to."""
+    number, k = context.facts["buckets"][partition.index], context.settings.k
+    bucket = _read_bucket(context, number, partition.n_rows)
+    found = search_cells(bucket.vectors, _group_members(context, number, bucket.cells), k)
+    # A list may be short, where a cell has fewer rows than k: -1 stays -1.
+    ids = np.where(found.ids < 0, -1, bucket.rows[found.ids])
+    blocks = split_rows(context.read("sample").n_rows, graph_rows(context.read("sample").n_rows))
+    starts = np.searchsorted(bucket.rows, [block.start for block in blocks] + [blocks[-1].stop])
+    arrays = {"rows": bucket.rows, "ids": ids, "distances": found.distances}
+    return Part(partition.n_rows, buckets=Buckets(starts.astype(np.int64), arrays))
 
 
-@lru_cache(maxsize=1)
-def _read_cell(ref: StoreRef, number: int, metric: str) -> Cell:
-    """The cell's rows from every bucket file; kept for the cell's next slice."""
-    assign = open_store(ref.folder, ref.digest)
-    rows, vectors = [], []
+def _read_bucket(context: Context[NeighborSettings], number: int, n_rows: int) -> Bucket:
+    """The bucket's rows out of every bucket file, in order of row number."""
+    assign, metric = context.read("assign"), context.settings.metric
+    width = context.read("sample").manifest.facts["width"]
+    vectors = np.empty((n_rows, width), np.float32)
+    rows, row_cells, at = [], [], 0
     for record in assign.records:
-        block = assign.arrays(record)
-        start, stop = block.read("starts", number, number + 2)
-        if stop > start:
-            rows.append(block.read("rows", start, stop))
-            vectors.append(widen(block.read("vectors", start, stop), metric))
-    return Cell(np.concatenate(rows), np.concatenate(vectors))
+        part = assign.bucket(record, number)
+        rows.append(part["rows"])
+        row_cells.append(part["cells"])
+        vectors[at : at + len(part["rows"])] = widen(part["vectors"], metric)
+        at += len(part["rows"])
+    return Bucket(np.concatenate(rows), np.concatenate(row_cells), vectors)
+
+
+def _group_members(
+    context: Context[NeighborSettings], number: int, row_cells: NDArray[np.int32]
+) -> Cells:
+    """The members of each cell of the bucket, as positions among the bucket's rows."""
+    _, groups = cells.read_grid(context.inputs["centroids"])
+    rows, places = np.nonzero(groups[row_cells] == number)
+    numbers = row_cells[rows, places]
+    order = np.argsort(numbers, kind="stable")
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+    return Cells(np.append(starts, len(order)), rows[order].astype(np.int32))
 
 
 def prepare_merge(context: Context[NeighborSettings]) -> Plan:
-    """Blocks of the sample, as `assign` has them."""
-    return Plan([record.partition for record in context.read("assign").records])
+    """Blocks of the graph."""
+    n_rows = context.read("sample").n_rows
+    return Plan(split_rows(n_rows, graph_rows(n_rows)))
 
 
 def merge_part(context: Context[NeighborSettings], partition: Partition, _: Report) -> Part:
     """Exactly k neighbours of every row of the block."""
-    search, k = context.read("search"), context.settings.k
-    candidates = [
-        _candidates(search, record, partition)
-        for record in search.records
-        if record.metrics["first_row"] < partition.stop
-        and record.metrics["last_row"] >= partition.start
-    ]
-    rows, ids, distances = (np.concatenate(column) for column in zip(*candidates, strict=True))
-    found = merge_candidates(
-        partition.n_rows, np.repeat(rows, k), ids.ravel(), distances.ravel(), k
-    )
+    search = context.read("search")
+    found = empty_neighbors(partition.n_rows, context.settings.k)
+    for record in search.records:
+        part = search.bucket(record, partition.index)
+        more = Neighbors(part["ids"], part["distances"])
+        merge_found(found, part["rows"] - partition.start, more)
     found = _fill_short_rows(context, partition, found)
-    return Part(partition.n_rows, arrays=found._asdict())
-
-
-def _candidates(search: Store, record: Record, partition: Partition) -> tuple[NDArray[Any], ...]:
-    """The block's rows (counted in the block), candidate ids and distances in one search part."""
-    block = search.arrays(record)
-    rows = block.read("rows")
-    start, stop = np.searchsorted(rows, [partition.start, partition.stop])
-    return (
-        rows[start:stop] - partition.start,
-        block.read("ids", start, stop),
-        block.read("distances", start, stop),
-    )
+    # What UMAP's memberships need to know of all blocks.
+    metrics = {"distance_sum": float(np.sqrt(found.distances, dtype=np.float64).sum())}
+    return Part(partition.n_rows, arrays=found._asdict(), metrics=metrics)
 
 
 def _fill_short_rows(
@@ -196,13 +184,11 @@ def _search_sample(context: Context[Any], queries: NDArray[np.int64]) -> Neighbo
     sample, k, metric = context.read("sample"), context.settings.k, context.settings.metric
     blocks = split_rows(sample.n_rows, QUERIES_PER_TASK)
     vectors = np.concatenate([_pick(sample, queries, block, metric) for block in blocks])
-    best: Neighbors | None = None
+    best, every = empty_neighbors(len(queries), k), np.arange(len(queries))
     for block in blocks:
         rows = widen(sample.rows("vectors", block.start, block.stop), metric)
         numbers = np.arange(block.start, block.stop, dtype=np.int64)
-        found = search_exact(vectors, queries, rows, numbers, k)
-        best = found if best is None else best_of(best, found, k)
-    assert best is not None
+        merge_found(best, every, search_exact(vectors, queries, rows, numbers, k))
     return best
 
 
@@ -246,8 +232,8 @@ def finish_recall(_: Context[RecallSettings], records: list[Record]) -> dict[str
 
 SEARCH = Stage(
     name="search",
-    version=1,
-    reads=("assign",),
+    version=2,
+    reads=("sample", "centroids", "assign"),
     settings=settings,
     estimate=estimate_search,
     prepare=prepare_search,
@@ -255,8 +241,8 @@ SEARCH = Stage(
 )
 NEIGHBORS = Stage(
     name="neighbors",
-    version=1,
-    reads=("sample", "assign", "search"),
+    version=2,
+    reads=("sample", "search"),
     settings=settings,
     estimate=estimate_merge,
     prepare=prepare_merge,
