@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[Stage[Any], ...]] = {
         neighbors.RECALL,
     ),
     "affinity": (affinity.AFFINITY,),
-    "symmetrize": (symmetrize.SYMMETRIZE,),
+    "symmetrize": (symmetrize.TRANSPOSE, symmetrize.SYMMETRIZE),
     "edges": (edges.DRAW, edges.EDGES),
     "train": (train.TRAIN,),
     "embed": (embed.EMBED,),
@@ -302,7 +302,8 @@ def _check_after(name: str, manifest: Manifest, job: Job) -> None:
     if name == "sample":
         _check_enough(job, manifest.n_rows, "rows to train on")
         _check_measuring(job, manifest)
-    if name == "symmetrize" and abs(manifest.metrics["mass"] - 1) > 1e-5:
+    probabilities = name == "symmetrize" and job.affinity.kind == "gaussian"
+    if probabilities and abs(manifest.metrics["mass"] - 1) > 1e-5:
         raise StageError(f"symmetrize: P sums to {manifest.metrics['mass']}, must be 1")
     if name in ("recall", "evaluate"):
         publish.check_gates(job.gates, manifest.metrics)

@@ -50,18 +50,20 @@ class NeighborsConfig:
 
     k: Count = 45
     metric: Literal["euclidean", "cosine"] = "euclidean"
+    recall: Annotated[float, Field(gt=0, lt=1)] = 0.95
     cells: Count | None = None
-    cell_rows: Annotated[int, Field(ge=64)] = 32_768
-    overlap: Count = 3
+    overlap: Annotated[int, Field(ge=1, le=16)] | None = None
+    memory: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(512 << 20)
     recall_queries: Count = 1000
     seed: Seed = 0
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
 class AffinityConfig:
-    """How wide each row's neighbourhood is."""
+    """How strongly neighbours attract a row; `perplexity` is for kind gaussian alone."""
 
     perplexity: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 15.0
+    kind: Literal["gaussian", "umap"] = "gaussian"
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
@@ -253,7 +255,7 @@ def _kind(value: Any) -> str:
 def _check_together(job: Job, where: str) -> None:
     """Settings that are fine alone but not together."""
     perplexity, k = job.affinity.perplexity, job.neighbors.k
-    if 3 * perplexity > k:
+    if job.affinity.kind == "gaussian" and 3 * perplexity > k:
         needed = int(-(-3 * perplexity // 1))
         raise ConfigError(
             f"{where}: affinity.perplexity {perplexity:g} needs {needed} neighbors per row, "

@@ -58,8 +58,8 @@ class Part:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
-    buckets: Buckets | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    buckets: Buckets | None = None
 
     def encode(self) -> dict[str, bytes]:
         """The objects to store, by name."""

@@ -55,9 +55,9 @@ def block_rows(row_bytes: int) -> int:
 
 
 def graph_rows(n_rows: int) -> int:
-    """Rows of one block of the graph: a sixteenth of all, but 4,096 to 32,768.
+    """Rows of one block of the graph: an eighth of all, but 4,096 to 32,768.
 
     Small samples occupy several workers, large ones have few enough blocks to shuffle between,
     and a block's memory has a bound. It never depends on the workers, so results do not.
     """
-    return min(max(-(-n_rows // 16), 4096), 32_768)
+    return min(max(-(-n_rows // 8), 4096), 32_768)

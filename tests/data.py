@@ -261,13 +261,14 @@ def shrink_blocks() -> None:
         setattr(place, name, value)
 
 
-def _small_block(_: int) -> int:
+def _small_block(*_: Any) -> int:
     return 128
 
 
 _SMALL: tuple[tuple[Any, str, Any], ...] = (
     (sample, "block_rows", _small_block),
-    (cells, "block_rows", _small_block),
+    (cells, "assign_rows", _small_block),
+    (neighbors, "graph_rows", _small_block),
     (neighbors, "QUERIES_PER_TASK", 128),
     (edges, "EDGES_PER_SHARD", 1000),
     (evaluate, "MAP_FILES_PER_TASK", 2),

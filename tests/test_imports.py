@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 OURS = {"pipeline", "encoders", "jobs", "tests", "benchmarks"}
 DASK = {"dask", "distributed", "dask_jobqueue", "dask_kubernetes"}
-HEAVY = {"torch", "faiss", "sklearn", "scipy", "zarr", "pyarrow"} | DASK
+HEAVY = {"torch", "faiss", "numba", "sklearn", "scipy", "zarr", "pyarrow"} | DASK
 SOURCES = sorted(
     str(path.relative_to(ROOT))
     for package in ("pipeline", "encoders", "jobs")
@@ -88,7 +88,7 @@ def test_no_setting_comes_from_the_environment(path: str) -> None:
 @pytest.mark.parametrize("path", below("pipeline/kernels"))
 def test_kernels_are_arrays_in_arrays_out(path: str) -> None:
     tree = parse(path)
-    assert not foreign(tree, {"numpy", "scipy", "faiss", "torch", "pipeline.kernels"})
+    assert not foreign(tree, {"numpy", "scipy", "faiss", "torch", "numba", "pipeline.kernels"})
     assert not {name for name in imports(tree) if within(name, {"logging", "pathlib", "io", "os"})}
 
 

@@ -59,14 +59,14 @@ def calibrate(distances: Floats, perplexity: float) -> Calibration:
     step = max(1, _BLOCK_VALUES // k)
     for start in range(0, n_rows, step):
         part = slice(start, start + step)
-        _check(distances[part], start)
+        check_distances(distances[part], start)
         achieved[part] = _calibrate_block(distances[part], perplexity, guess, affinities[part])
     solved = np.abs(achieved / perplexity - 1) < _SOLVED_ERROR
     return Calibration(affinities, achieved, solved)
 
 
-def _check(distances: Floats, start: int) -> None:
-    """Refuse rows, the first of them number start, that are not finite, ascending and >= 0."""
+def check_distances(distances: Floats, start: int) -> None:
+    """Refuse rows, the first of them number `start`, that are not finite, >= 0 and ascending."""
     ascending = (distances[:, 1:] >= distances[:, :-1]).all(axis=1)
     good = ascending & (distances[:, 0] >= 0) & np.isfinite(distances[:, -1])
     if not good.all():

@@ -14,8 +14,8 @@ Ints = NDArray[np.int32]
 _N_ITERATIONS = 6
 # Up to so many cells one k-means is quick enough; more are trained region by region.
 _FLAT_CELLS = 64
-# A row is compared with so many of the cells nearest to its region.
-_NEAR_CELLS = 1024
+# A row is compared with a quarter of the cells, those nearest to its region; at least, at most:
+_LEAST_NEAR, _MOST_NEAR = 128, 1024
 # A cell this many times the average is split; one this small a share of it goes to its neighbors.
 _LARGE, _SMALL = 8, 1 / 8
 
@@ -26,6 +26,13 @@ class Grid(NamedTuple):
     centroids: Floats  # (n_cells, d)
     regions: Floats  # (n_regions, d): a row's candidates are those of the region nearest to it
     near: Ints  # (n_regions, n_near): numbers of the cells nearest to each region
+
+
+class Assigned(NamedTuple):
+    """The cells nearest to each row, nearest first, and their squared distances."""
+
+    cells: Ints  # (n, overlap)
+    distances: Floats  # (n, overlap)
 
 
 def train_centroids(rows: Floats, n_cells: int, seed: int) -> Floats:
@@ -93,42 +100,50 @@ def _even_out(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> F
 def build_grid(centroids: Floats, seed: int) -> Grid:
     """Return the centroids, (n_cells, d) float32, with regions where they are many."""
     n_cells = len(centroids)
-    if n_cells <= _NEAR_CELLS:
+    n_near = min(max(n_cells // 4, _LEAST_NEAR), _MOST_NEAR)
+    if n_cells <= n_near:
         every = np.arange(n_cells, dtype=np.int32)[np.newaxis]
         return Grid(centroids, _mean(centroids)[np.newaxis], every)
     center = _mean(centroids)
     regions = _kmeans(centroids - center, int(n_cells**0.5), seed)
-    near = nearest(regions, centroids - center, _NEAR_CELLS)[1]
+    near = nearest(regions, centroids - center, n_near)[1]
     return Grid(centroids, regions + center, np.sort(near, axis=1).astype(np.int32))
 
 
-def assign_cells(rows: Floats, grid: Grid, overlap: int) -> Ints:
-    """Return the nearest cells of each row, (n, overlap) int32, nearest first.
+def assign_cells(rows: Floats, grid: Grid, overlap: int) -> Assigned:
+    """Return the nearest cells of each row, (n, overlap), nearest first, and how far they are.
 
     rows is (n, d) float32. With many cells they are the nearest of those near the row's region.
     """
-    n_cells = len(grid.centroids)
+    n_cells = grid.near.shape[1]
     if not 1 <= overlap <= n_cells:
         raise ValueError(f"overlap {overlap} with {n_cells} cells; need 1..{n_cells}")
-    if len(rows) == 0:
-        return np.empty((0, overlap), dtype=np.int32)
+    cells = np.empty((len(rows), overlap), dtype=np.int32)
+    distances = np.empty((len(rows), overlap), dtype=np.float32)
     # Far from the origin |x|^2 - 2xy + |y|^2 loses every digit that tells the cells apart.
     center = _mean(grid.centroids)
     centered, centroids = rows - center, grid.centroids - center
-    if len(grid.regions) == 1:
-        found = nearest(centered, centroids, overlap)[1]
-        _check_found(found, np.arange(len(rows)))
-        return found.astype(np.int32)
-    cells = np.empty((len(rows), overlap), dtype=np.int32)
-    regions = nearest(centered, grid.regions - center, 1)[1][:, 0]
+    regions = np.zeros(len(rows), dtype=np.int64)
+    if len(grid.regions) > 1 and len(rows):
+        regions = nearest(centered, grid.regions - center, 1)[1][:, 0]
     order = np.argsort(regions, kind="stable")
     starts = np.searchsorted(regions[order], np.arange(len(grid.regions) + 1))
-    for region in np.unique(regions):
+    for region, near in enumerate(grid.near):
         inside = order[starts[region] : starts[region + 1]]
-        near = grid.near[region]
-        _, found = nearest(centered[inside], centroids[near], overlap)
-        _check_found(found, inside)
-        cells[inside] = near[found]
+        if len(inside):
+            distances[inside], found = nearest(centered[inside], centroids[near], overlap)
+            _check_found(found, inside)
+            cells[inside] = near[found]
+    return Assigned(cells, distances)
+
+
+def trim_cells(assigned: Assigned, reach: float) -> Ints:
+    """Return the cells, the last of a row being -1 if it is over reach times as far as the first.
+
+    So half of the rows, those between cells, can be put into one cell more than the others.
+    """
+    cells = assigned.cells.copy()
+    cells[assigned.distances[:, -1] > reach * assigned.distances[:, 0], -1] = -1
     return cells
 
 
@@ -144,11 +159,12 @@ def coverage(cells: Ints, neighbor_cells: Ints) -> NDArray[np.float64]:
     """Return the share of each query's neighbors that share a cell with it, (q, o) float64.
 
     cells, (q, o), are the queries' cells, neighbor_cells, (q, j, o), those of their j neighbors,
-    nearest first; column m is for the first m + 1 cells of all.
+    nearest first, -1 for none; column m is for the first m + 1 cells of all.
     """
     overlap = cells.shape[1]
     ranks = np.maximum.outer(np.arange(overlap), np.arange(overlap))
-    same = cells[:, np.newaxis, :, np.newaxis] == neighbor_cells[:, :, np.newaxis, :]
+    mine = cells[:, np.newaxis, :, np.newaxis]
+    same = (mine == neighbor_cells[:, :, np.newaxis, :]) & (mine >= 0)
     first = np.where(same, ranks, overlap).min(axis=(2, 3))
     shares: NDArray[np.float64] = (first[:, :, np.newaxis] <= np.arange(overlap)).mean(axis=1)
     return shares

@@ -20,12 +20,14 @@ from threadpoolctl import threadpool_limits
 from pipeline.config import Job
 from pipeline.errors import ConfigError
 from pipeline.kernels.cells import (
+    Assigned,
     Grid,
     assign_cells,
     build_grid,
     coverage,
     group_cells,
     train_centroids,
+    trim_cells,
 )
 from pipeline.kernels.neighbors import search_exact, widen
 from pipeline.kernels.sampling import draw_positions
@@ -49,6 +51,8 @@ COARSER = 4  # times the rows of a cell, from one option to the next
 MOST_OVERLAP = 16
 ROWS_PER_CENTROID = 16
 COVERAGE_QUERIES = 1000
+PART_OF_ROWS = (0.25, 0.5, 0.75)  # that may do with one cell more than the others
+UNLIMITED = 1e30  # a reach for all rows; JSON has no infinity
 BUCKET_ROWS = 16_384  # rows a bucket should have, copies apart
 LEAST_BUCKETS = 8
 
@@ -84,6 +88,7 @@ class Option(NamedTuple):
 
     grid: Grid
     overlap: int
+    reach: float  # rows whose last cell is farther than this, in first cells, do without it
     coverage: float
     error: float  # standard error of the coverage
     cost: float  # nanoseconds a row, by the cost model
@@ -119,9 +124,9 @@ def count_drawn(config: CellSettings, n_rows: int, width: int) -> int:
 
 
 def assign_rows(config: CellSettings, n_rows: int, row_bytes: int) -> int:
-    """Rows of one block of `assign`: a sixteenth of all; its copies fit half of the memory."""
+    """Rows of one block of `assign`: an eighth of all; its copies fit half of the memory."""
     held = config.memory // (2 * MOST_OVERLAP * (row_bytes + 4 * MOST_OVERLAP + 8))
-    return max(1, min(max(-(-n_rows // 16), 4096), held))
+    return max(1, min(max(-(-n_rows // 8), 4096), held))
 
 
 def estimate_centroids(job: Job, shape: Shape) -> Estimate:
@@ -157,6 +162,7 @@ def train_part(context: Context[CellSettings], _: Partition, __: Report) -> Part
     metrics = {
         "cells": len(option.grid.centroids),
         "overlap": option.overlap,
+        "reach": option.reach,
         "coverage": option.coverage,
         "coverage_error": option.error,
         "buckets": int(option.groups.max()) + 1,
@@ -193,11 +199,14 @@ def make_probe(drawn: NDArray[np.float32], n_total: int, k: int) -> Probe:
 def choose(probe: Probe, config: CellSettings, row_bytes: int) -> Option:
     """The cheapest option that reaches the recall and fits the memory.
 
-    From fine cells to coarse ones; the search ends where they become dearer.
+    From fine cells to coarse ones, as long as they become cheaper; then one cell.
     """
     best: Option | None = None
     tried: list[Option] = []
+    dearer = False
     for n_cells in count_options(config, probe.n_total, len(probe.training)):
+        if dearer and n_cells > 1:
+            continue
         grid = build_grid(train_centroids(probe.training, n_cells, config.seed), config.seed)
         option = _weigh(grid, probe, config, row_bytes)
         tried.append(option)
@@ -205,9 +214,8 @@ def choose(probe: Probe, config: CellSettings, row_bytes: int) -> Option:
             break  # coarser cells need still more
         if config.overlap is None and option.coverage - option.error < config.recall:
             continue
-        if best is not None and option.cost >= best.cost:
-            break
-        best = option
+        dearer = best is not None and option.cost >= best.cost
+        best = best if dearer else option
     if best is None:
         raise ConfigError(_explain(tried, config, row_bytes))
     return best
@@ -228,27 +236,49 @@ def count_options(config: CellSettings, n_rows: int, n_drawn: int) -> list[int]:
 
 def _weigh(grid: Grid, probe: Probe, config: CellSettings, row_bytes: int) -> Option:
     """The grid with the least overlap that reaches the recall, or the largest that was tried."""
-    n_cells = len(grid.centroids)
-    most = min(config.overlap or MOST_OVERLAP, n_cells)
-    cells = assign_cells(probe.rows, grid, most)
-    shares = coverage(cells[probe.queries], cells[probe.neighbors])
-    means = shares.mean(axis=0)
-    errors = shares.std(axis=0) / len(shares) ** 0.5
+    most = min(config.overlap or MOST_OVERLAP, grid.near.shape[1])
+    assigned = assign_cells(probe.rows, grid, most)
+    means, errors = _measure(probe, assigned.cells)
     reached = np.flatnonzero(means - errors >= config.recall)
     overlap = int(reached[0]) + 1 if len(reached) and config.overlap is None else most
+    assigned = Assigned(assigned.cells[:, :overlap], assigned.distances[:, :overlap])
+    mean, error, reach = float(means[overlap - 1]), float(errors[overlap - 1]), UNLIMITED
+    if len(reached) and config.overlap is None and overlap > 1:
+        mean, error, reach = _find_reach(probe, assigned, config.recall) or (mean, error, reach)
+    cells = trim_cells(assigned, reach)
     scale = probe.n_total / len(probe.rows)
-    counts = np.bincount(cells[:, :overlap].ravel(), minlength=n_cells).astype(np.float64) * scale
-    groups, bucket_rows = _make_buckets(grid, cells[:, :overlap], counts, config.memory / row_bytes)
-    cost = _cost(counts, probe.n_total, grid.centroids.shape[1], config.k)
-    mean, error = float(means[overlap - 1]), float(errors[overlap - 1])
-    return Option(grid, overlap, mean, error, cost, groups, int(bucket_rows * scale))
+    counts = np.bincount(cells[cells >= 0], minlength=len(grid.centroids)) * np.float64(scale)
+    groups, bucket_rows = _make_buckets(grid, cells, counts, config.memory / row_bytes)
+    cost = _cost(counts, probe.n_total, grid, config.k)
+    return Option(grid, overlap, reach, mean, error, cost, groups, int(bucket_rows * scale))
 
 
-def _cost(counts: NDArray[np.float64], n_rows: int, width: int, k: int) -> float:
+def _measure(
+    probe: Probe, cells: NDArray[np.int32]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The share of neighbours that share a cell, by overlap, and its standard error."""
+    shares = coverage(cells[probe.queries], cells[probe.neighbors])
+    return shares.mean(axis=0), shares.std(axis=0) / len(shares) ** 0.5
+
+
+def _find_reach(
+    probe: Probe, assigned: Assigned, recall: float
+) -> tuple[float, float, float] | None:
+    """Coverage, its error and the least reach that suffices, if not all rows need the last cell."""
+    ratios = assigned.distances[:, -1] / np.maximum(assigned.distances[:, 0], 1e-30)
+    for reach in np.quantile(ratios, PART_OF_ROWS).tolist():
+        means, errors = _measure(probe, trim_cells(assigned, reach))
+        if means[-1] - errors[-1] >= recall:
+            return float(means[-1]), float(errors[-1]), reach
+    return None
+
+
+def _cost(counts: NDArray[np.float64], n_rows: int, grid: Grid, k: int) -> float:
     """Nanoseconds a row on one core: pairs, copies, centroids; measured at 100 and 784 columns."""
+    width = grid.centroids.shape[1]
     pairs, copies = float((counts**2).sum()) / n_rows, float(counts.sum()) / n_rows
     search = pairs * (0.0165 * width + 0.8) + copies * (1.5 * width + 60 * k + 1000)
-    return search + min(len(counts), 1024) * 0.022 * width
+    return float(search + (len(grid.regions) + grid.near.shape[1]) * 0.022 * width)
 
 
 def _make_buckets(
@@ -256,13 +286,13 @@ def _make_buckets(
 ) -> tuple[NDArray[np.int32], float]:
     """The bucket of each cell, and the drawn rows of the largest one."""
     n_cells = len(grid.centroids)
-    n_rows = counts.sum() / cells.shape[1]
-    scale = n_rows / len(cells)
+    scale = counts.sum() / np.count_nonzero(cells >= 0)
+    n_rows = scale * len(cells)
     costs = counts * (counts + 1000)
     wanted = min(max(LEAST_BUCKETS, -(-int(n_rows) // BUCKET_ROWS)), n_cells)
     while True:
         groups = group_cells(grid.centroids, costs, wanted)
-        _, buckets = rows_by_bucket(groups[cells])
+        _, buckets = rows_by_bucket(np.where(cells < 0, -1, groups[cells]))
         largest = float(np.bincount(buckets).max())
         if largest * scale <= most_rows or wanted == n_cells:
             return groups, largest
@@ -274,11 +304,11 @@ def rows_by_bucket(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Each row with each of its buckets once, sorted by bucket, then row.
 
-    buckets is (n, overlap), of a row's cells; the result is rows, (m,), and buckets, (m,).
+    buckets is (n, overlap), of a row's cells, -1 for none; the result is rows and buckets, (m,).
     """
     per_row = np.sort(buckets, axis=1)
-    first = np.ones(per_row.shape, dtype=bool)
-    first[:, 1:] = per_row[:, 1:] != per_row[:, :-1]
+    first = per_row >= 0
+    first[:, 1:] &= per_row[:, 1:] != per_row[:, :-1]
     rows, found = np.nonzero(first)[0], per_row[first]
     order = np.argsort(found, kind="stable")
     return rows[order], found[order]
@@ -332,8 +362,8 @@ def assign_part(context: Context[CellSettings], partition: Partition, _: Report)
     grid, groups = read_grid(context.inputs["centroids"])
     vectors = context.read("sample").rows("vectors", partition.start, partition.stop)
     widened = widen(vectors, context.settings.metric)
-    cells = assign_cells(widened, grid, metrics["overlap"])
-    rows, buckets = rows_by_bucket(groups[cells])
+    cells = trim_cells(assign_cells(widened, grid, metrics["overlap"]), metrics["reach"])
+    rows, buckets = rows_by_bucket(np.where(cells < 0, -1, groups[cells]))
     starts = np.searchsorted(buckets, np.arange(metrics["buckets"] + 1))
     arrays: dict[str, NDArray[Any]] = {
         "rows": rows + partition.start,

@@ -140,7 +140,7 @@ def _group_members(
 ) -> Cells:
     """The members of each cell of the bucket, as positions among the bucket's rows."""
     _, groups = cells.read_grid(context.inputs["centroids"])
-    rows, places = np.nonzero(groups[row_cells] == number)
+    rows, places = np.nonzero((groups[row_cells] == number) & (row_cells >= 0))
     numbers = row_cells[rows, places]
     order = np.argsort(numbers, kind="stable")
     starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))

@@ -2,16 +2,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipeline.kernels import neighbors
 from pipeline.kernels.neighbors import (
     Neighbors,
-    best_of,
     mean_interval,
-    merge_candidates,
     recall_per_query,
     search_exact,
     widen,
@@ -203,67 +199,6 @@ def test_search_refuses_what_float32_cannot_hold() -> None:
         pytest.raises(ValueError, match="distances that are not finite"),
     ):
         search_exact(rows, ids, rows, ids, 29)
-
-
-def _merge_slowly(n_rows: int, rows: Ids, ids: Ids, distances: Floats, k: int) -> Neighbors:
-    merged = neighbors.empty_neighbors(n_rows, k)
-    best: list[dict[int, float]] = [{} for _ in range(n_rows)]
-    for row, neighbor, distance in zip(rows, ids, distances, strict=True):
-        if neighbor >= 0:
-            known = best[row].get(int(neighbor), np.inf)
-            best[row][int(neighbor)] = min(known, float(distance))
-    for row, found in enumerate(best):
-        ranked = sorted((distance, neighbor) for neighbor, distance in found.items())[:k]
-        for rank, (distance, neighbor) in enumerate(ranked):
-            merged.ids[row, rank], merged.distances[row, rank] = neighbor, distance
-    return merged
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 6), st.integers(0, 60), st.integers(1, 6), st.integers(0, 10**6))
-def test_merge_equals_a_slow_merge(n_rows: int, n_candidates: int, k: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(n_rows, size=n_candidates)
-    ids = rng.integers(-1, 9, size=n_candidates)
-    ids[ids > 5] += rng.choice([0, 2**62])  # too large for a row and an id in one integer
-    distances = rng.choice([0, 0.5, 1, 3e38], size=n_candidates).astype(np.float32)
-    merged = merge_candidates(n_rows, rows, ids, distances, k)
-    slow = _merge_slowly(n_rows, rows, ids, distances, k)
-    np.testing.assert_array_equal(merged.ids, slow.ids)
-    np.testing.assert_array_equal(merged.distances, slow.distances)
-    _check_sorted(merged)
-
-
-def test_cells_that_overlap_merge_to_the_whole_search() -> None:
-    rows, ids = _rows(120, 6), np.arange(120)
-    whole = search_exact(rows, ids, rows, ids, 8)
-    cells = [np.arange(0, 80), np.arange(40, 120), np.r_[0:40, 80:120]]
-    parts = [search_exact(rows[c], ids[c], rows[c], ids[c], 8) for c in cells]
-    merged = merge_candidates(
-        120,
-        np.concatenate([np.repeat(cell, 8) for cell in cells]),
-        np.concatenate([part.ids.ravel() for part in parts]),
-        np.concatenate([part.distances.ravel() for part in parts]),
-        8,
-    )
-    np.testing.assert_array_equal(merged.ids, whole.ids)
-    np.testing.assert_array_equal(merged.distances, whole.distances)
-
-
-def test_best_of_streams_to_the_whole_search() -> None:
-    rows, ids = _rows(100, 6), np.arange(100)
-    whole = search_exact(rows, ids, rows, ids, 7)
-    best = neighbors.empty_neighbors(100, 7)
-    for start in (0, 3, 50):
-        part = slice(start, start + 50)  # they overlap: an id must not come twice
-        best = best_of(best, search_exact(rows, ids, rows[part], ids[part], 7), 7)
-    np.testing.assert_array_equal(best.ids, whole.ids)
-    np.testing.assert_array_equal(best.distances, whole.distances)
-
-
-def test_best_of_needs_the_same_rows() -> None:
-    with pytest.raises(ValueError, match="lists are for 2 and 3 rows"):
-        best_of(neighbors.empty_neighbors(2, 4), neighbors.empty_neighbors(3, 4), 4)
 
 
 def _neighbors(ids: list[list[int]], distances: list[list[float]]) -> Neighbors:
