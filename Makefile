@@ -5,7 +5,8 @@ INSTALLED := $(VENV)/installed
 DATA ?= data
 PEERS ?= $(BIN)/python
 
-.PHONY: help install demo test lint bench bench-map bench-embed bench-demo clean
+.PHONY: help install demo test lint bench bench-map bench-embed bench-demo bench-graph bench-knn \
+	bench-scale-graph bench-calibration bench-joint clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -30,7 +31,7 @@ test: lint      ## ruff, mypy and the whole test suite
 	$(BIN)/pytest
 
 bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
-	$(MAKE) -j1 bench-map bench-embed bench-demo
+	$(MAKE) -j1 bench-map bench-embed bench-demo bench-graph
 
 bench-map: install    ## lake to map beside umap-learn and openTSNE
 	$(BIN)/python -m benchmarks.lake_to_map --data $(DATA) --peers-python $(PEERS)
@@ -40,6 +41,21 @@ bench-embed: install  ## the embed stage against the bare forward pass
 
 bench-demo: install   ## the demo's seconds and accuracy
 	$(BIN)/python -m benchmarks.demo
+
+bench-graph: install  ## the four benchmarks of the graph, one after the other
+	$(MAKE) -j1 bench-knn bench-scale-graph bench-calibration bench-joint
+
+bench-knn: install    ## kNN graphs beside pynndescent, hnswlib and faiss
+	$(BIN)/python -m benchmarks.graph_knn --data $(DATA) --peers-python $(PEERS)
+
+bench-scale-graph: install  ## kNN graphs of 1M and 4M rows, one and two workers
+	$(BIN)/python -m benchmarks.graph_scale --data $(DATA) --peers-python $(PEERS)
+
+bench-calibration: install  ## affinities and memberships beside openTSNE and umap-learn
+	$(BIN)/python -m benchmarks.calibration --data $(DATA) --peers-python $(PEERS)
+
+bench-joint: install  ## joint P and edges beside scipy and numpy in memory
+	$(BIN)/python -m benchmarks.joint_edges --data $(DATA)
 
 clean:          ## remove the environment, caches and the demo
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

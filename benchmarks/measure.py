@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 from jobs.flow import STAGES
 
@@ -81,33 +81,42 @@ def lakemap_command() -> str:
     return str(path)
 
 
-def run_measured(command: Sequence[str]) -> Measured:
-    """The command's time, memory and standard output; its standard error passes through."""
+def run_measured(command: Sequence[str], added: Mapping[str, str] | None = None) -> Measured:
+    """The command's time, memory and standard output; its standard error passes through.
+
+    `added` is laid over the environment.
+    """
     started = time.perf_counter()
     # A session of its own, by which all its processes are found.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, stdin=subprocess.DEVNULL
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | dict(added or {}),
     )
-    peaks = _Peaks(process.pid)
-    with peaks:
+    with Peaks(session=process.pid) as peaks:
         stdout, _ = process.communicate()
     if process.returncode:
         raise CommandError(process.returncode, stdout)
     return Measured(time.perf_counter() - started, peaks.total, peaks.largest, stdout)
 
 
-class _Peaks:
-    """Watches the memory of a session's processes while the body runs."""
+class Peaks:
+    """Watches, while the body runs, the memory of a session's processes or of our own children."""
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int | None = None) -> None:
         self.total = 0
         self.largest = 0
-        self._session = session
+        # In /proc/PID/stat, after the name: state, parent, group, session.
+        self._field, self._value = (1, os.getpid()) if session is None else (3, session)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -120,11 +129,12 @@ class _Peaks:
             self.largest = max(self.largest, max((peak for _, peak in found), default=0))
 
     def _memory(self, process: Path) -> tuple[int, int] | None:
-        """Bytes resident now and at their peak; None if the process is another session's."""
+        """Bytes resident now and at their peak; None if the process is not one we watch."""
         try:
-            # After the name, which may hold spaces: state, parent, group, session.
-            session = int((process / "stat").read_text().rpartition(")")[2].split()[3])
-            status = (process / "status").read_text() if session == self._session else ""
+            # The name, in brackets, may hold spaces.
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            watched = int(fields[self._field]) == self._value
+            status = (process / "status").read_text() if watched else ""
         except (OSError, ValueError, IndexError):
             return None  # it has just ended
         sizes = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
@@ -152,13 +162,14 @@ def read_run(output: Path) -> FinishedRun:
     folder = output / "runs" / read_json(output / "CURRENT")["run"]
     manifest = read_json(folder / "manifest.json")
     stages = {
-        stage.name: _stage_time(output / "stores" / stage.name / manifest["stores"][stage.name])
+        stage.name: stage_time(output / "stores" / stage.name / manifest["stores"][stage.name])
         for stage in STAGES
     }
     return FinishedRun(folder, manifest["metrics"], stages)
 
 
-def _stage_time(store: Path) -> StageTime:
+def stage_time(store: Path) -> StageTime:
+    """What the step that left the store cost."""
     rows = read_json(store / "manifest.json")["n_rows"]
     timing = read_json(store / "timing.json")
     return StageTime(rows, timing["wall_seconds"], timing["task_seconds"], timing["peak_bytes"])

@@ -137,7 +137,7 @@ def find_shortage(job: Job, needs: Preflight, task_bytes: int, train_bytes: int)
         return (
             f"{name}: one task needs {_mib(largest.task_bytes)}, a worker gives "
             f"{_mib(task_bytes)}; raise cluster.memory, or lower input.partition_bytes "
-            f"or neighbors.cell_rows"
+            f"or neighbors.memory"
         )
     if needs.train_bytes > train_bytes:
         return (

@@ -28,9 +28,7 @@ class Memberships(NamedTuple):
 
     values: Floats  # (n, k) float32, in 0..1, 1 up to the nearest neighbor that is no duplicate
     sums: Doubles  # (n,) float64
-    solved: NDArray[
-        np.bool_
-    ]  # (n,) bool, False where no width, or one below the floor, has the sum
+    solved: NDArray[np.bool_]  # (n,) bool, False where the sum is larger
 
 
 def find_memberships(distances: Floats) -> Memberships:
@@ -38,8 +36,8 @@ def find_memberships(distances: Floats) -> Memberships:
 
     distances is (n, k) float32, squared, ascending in each row, without the row itself; d is their
     root and rho the least d above 0. sigma is at least a thousandth of the row's mean d, in which
-    the row itself counts as 0. So a row gets more than the sum where log2(k + 1) or more neighbors
-    are duplicates of it or as near as the nearest, and 1 everywhere where all are.
+    the row itself counts as 0. So a row has a larger sum where log2(k + 1) or more neighbors are
+    duplicates of it or about as near as the nearest other, and 1 everywhere where all are.
 
     UMAP has another floor, a thousandth of the mean over all rows, for rows with rho = 0. With one
     neighbor of local connectivity these are the rows whose distances are all 0. Their memberships
@@ -99,7 +97,7 @@ def _weigh(excess: NDArray[np.floating], widths: Doubles, values: Floats) -> Dou
     scale = -1 / np.maximum(widths, tiny).astype(excess.dtype)
     weights = np.exp(excess * scale[:, np.newaxis])
     values[...] = weights
-    return weights.sum(axis=1, dtype=np.float64)
+    return np.asarray(weights.sum(axis=1, dtype=np.float64))
 
 
 def _newton(excess: NDArray[np.floating], log_widths: Doubles, target: float) -> Doubles:
@@ -112,7 +110,7 @@ def _newton(excess: NDArray[np.floating], log_widths: Doubles, target: float) ->
     weights = np.exp(-t)
     sums = weights.sum(axis=1).astype(np.float64)
     slopes = np.einsum("ij,ij->i", weights, t) / sums
-    return np.clip(np.log(target / sums) / slopes, -2, 2)
+    return np.asarray(np.clip(np.log(target / sums) / slopes, -2, 2))
 
 
 def _start(excess: Floats, target: float) -> Doubles:

@@ -102,7 +102,8 @@ def _pair(ids: Ids, values: Floats, received: Received, n_total: int) -> Any:
     n_rows, k = ids.shape
     shape = (n_rows, n_total)
     # int32 where it does, because SciPy would look through all indices to find that out.
-    index = np.int32 if max(n_total, ids.size + len(received.values)) < 2**31 else np.int64
+    narrow = max(n_total, ids.size + len(received.values)) < 2**31
+    index: type[np.integer[Any]] = np.int32 if narrow else np.int64
     columns, sorted_values = _sort_rows(ids, values)
     forward = sparse.csr_array(
         (

@@ -320,24 +320,24 @@ def _fits(option: Option, config: CellSettings, row_bytes: int) -> bool:
 
 def _explain(tried: list[Option], config: CellSettings, row_bytes: int) -> str:
     """What was tried in vain, as one line."""
-    mib = 1 << 20
     fitting = [option for option in tried if _fits(option, config, row_bytes)]
-    last = tried[-1]
-    needed = last.bucket_rows * row_bytes // mib + 1
-    memory = (
-        f"{len(last.grid.centroids)} cells with overlap {last.overlap} need {needed} MiB a task, "
-        f"neighbors.memory is {config.memory // mib} MiB"
-    )
+    needed = tried[-1].bucket_rows * row_bytes // (1 << 20) + 1
+    memory = f"needs {needed} MiB a task, neighbors.memory is {config.memory >> 20} MiB"
     if not fitting:
-        return f"neighbors: {memory}; raise it to {needed}MiB"
+        what = f"{_name(tried[-1])} (finds {tried[-1].coverage:.3f})"
+        return f"neighbors: {what} {memory}; raise it to {needed}MiB or lower neighbors.recall"
     best = max(fitting, key=lambda option: option.coverage)
-    reason = "; " if _fits(last, config, row_bytes) else f", and {memory}; "
+    short = config.recall - best.coverage + best.error
+    more = "" if len(fitting) == len(tried) else f"; {_name(tried[-1])} {memory}"
     return (
-        f"neighbors: recall {config.recall:g} is not reached: overlap {best.overlap} of "
-        f"{len(best.grid.centroids)} cells gives {best.coverage:.3f} ± {best.error:.3f}, "
-        f"{config.recall - best.coverage + best.error:.3f} too little{reason}"
+        f"neighbors: recall {config.recall:g} is not reached: {_name(best)} finds "
+        f"{best.coverage:.3f} ± {best.error:.3f}, {short:.3f} too little{more}; "
         f"raise neighbors.memory or lower neighbors.recall"
     )
+
+
+def _name(option: Option) -> str:
+    return f"overlap {option.overlap} of {len(option.grid.centroids)} cells"
 
 
 @lru_cache(maxsize=1)

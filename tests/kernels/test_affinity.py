@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from scipy.optimize import brentq
 from pipeline.kernels.affinity import Calibration, calibrate
 
 Floats = NDArray[np.float32]
+
+GOLDEN = Path(__file__).parent.parent / "golden/affinities.npz"
 
 
 def _entropy(affinities: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -46,6 +50,18 @@ def _rows(kind: str, n_rows: int, k: int) -> Floats:
         "lognormal": lambda: rng.lognormal(sigma=4, size=(n_rows, k)),
     }[kind]()
     return np.sort(drawn.astype(np.float32), axis=1)
+
+
+def test_every_entry_is_that_of_opentsne() -> None:
+    with np.load(GOLDEN) as golden:
+        distances, wanted, perplexity = (
+            golden[name] for name in ("distances", "opentsne", "perplexity")
+        )
+        assert "openTSNE 1.0.4" in golden["versions"].tolist()
+    found = calibrate(distances, float(perplexity))
+    np.testing.assert_allclose(found.affinities, wanted, rtol=0, atol=1e-5)
+    assert found.solved.sum() > 100
+    assert (~found.solved).sum() >= 5
 
 
 @pytest.mark.parametrize("kind", ["chi", "uniform", "narrow", "lognormal"])

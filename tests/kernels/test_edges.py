@@ -17,9 +17,14 @@ def _graph() -> SparseRows:
     )
 
 
+def _all(n_draws: int) -> NDArray[np.int64]:
+    """Return one slice of that many draws."""
+    return np.array([0, n_draws])
+
+
 def test_positives_are_drawn_by_value() -> None:
     graph, n_draws = _graph(), 200_000
-    rows, columns = draw_positives(graph, n_draws, np.random.default_rng(0))
+    rows, columns = draw_positives(graph, _all(n_draws), np.random.default_rng(0))
     assert rows.dtype == columns.dtype == np.int64
     owners = np.repeat(np.arange(5), np.diff(graph.offsets))
     for row, column, value in zip(owners, graph.columns, graph.values, strict=True):
@@ -28,10 +33,18 @@ def test_positives_are_drawn_by_value() -> None:
         assert abs(share - expected) <= 5 * np.sqrt(expected / n_draws)
 
 
-def test_positives_come_in_random_order() -> None:
-    rows, _ = draw_positives(_graph(), 20_000, np.random.default_rng(1))
-    assert abs(np.corrcoef(rows, np.arange(rows.size))[0, 1]) < 0.03
-    assert abs(np.corrcoef(rows[1:], rows[:-1])[0, 1]) < 0.03
+def test_every_slice_is_a_draw_of_its_own() -> None:
+    """Rows ascend inside a slice, and each slice has its share of every row."""
+    graph, slices = _graph(), np.array([0, 5000, 5000, 20_000, 26_000])
+    rows, _ = draw_positives(graph, slices, np.random.default_rng(1))
+    assert len(rows) == 26_000
+    wanted = np.add.reduceat(graph.values[[1, 2, 4, 5, 7]], [0, 2, 3]) / graph.values.sum()
+    for start, stop in ((0, 5000), (5000, 20_000), (20_000, 26_000)):
+        part = rows[start:stop]
+        assert (np.diff(part) >= 0).all()
+        share = np.bincount(part, minlength=5)[[0, 2, 3]] / len(part)
+        assert (np.abs(share - wanted) <= 5 * np.sqrt(wanted / len(part))).all()
+    assert (rows[:5000] != rows[20_000:25_000]).any()
 
 
 @pytest.mark.parametrize(("height", "row", "column"), [(0.0, 0, 7), (1.0, 3, 8)])
@@ -40,24 +53,27 @@ def test_extreme_heights_draw_entries_above_zero(height: float, row: int, column
         def random(self, size: int) -> NDArray[np.float64]:  # type: ignore[override]
             return np.full(size, height)
 
-    rows, columns = draw_positives(_graph(), 3, Fixed(np.random.PCG64(0)))
+    rows, columns = draw_positives(_graph(), _all(3), Fixed(np.random.PCG64(0)))
     assert rows.tolist() == [row] * 3
     assert columns.tolist() == [column] * 3
 
 
 def test_edges_are_the_same_for_the_same_seed() -> None:
-    first, again = (draw_positives(_graph(), 99, np.random.default_rng([1, 2])) for _ in range(2))
+    first, again, other = (
+        draw_positives(_graph(), _all(99), np.random.default_rng([1, seed])) for seed in (2, 2, 3)
+    )
     np.testing.assert_array_equal(first, again)
+    assert (first.columns != other.columns).any()
 
 
 def test_no_mass_is_refused_unless_nothing_is_drawn() -> None:
     empty = SparseRows(np.zeros(3, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
     rng = np.random.default_rng(0)
-    assert draw_positives(empty, 0, rng)[0].size == 0
+    assert draw_positives(empty, _all(0), rng).rows.size == 0
     with pytest.raises(ValueError, match="cannot draw 5 edges"):
-        draw_positives(empty, 5, rng)
+        draw_positives(empty, _all(5), rng)
     with pytest.raises(ValueError, match="cannot draw 5 edges"):
-        draw_positives(_graph()._replace(values=np.zeros(9, np.float32)), 5, rng)
+        draw_positives(_graph()._replace(values=np.zeros(9, np.float32)), _all(5), rng)
 
 
 @given(st.integers(2, 50), st.integers(0, 9), st.integers(0, 10**6))

@@ -98,26 +98,33 @@ def test_options_run_from_fine_cells_to_one() -> None:
     assert count_options(config(cells=7), 100_000, 12_500) == [7]
 
 
-def test_a_recall_out_of_reach_says_by_how_much() -> None:
+def test_a_recall_out_of_reach_says_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fine cells miss it, coarse ones do not fit."""
-    rows = hard_rows(6000, width=64)
-    row_bytes = bucket_row_bytes(64, 4, 15)
-    needed = re.escape("raise neighbors.memory or lower neighbors.recall")
+    monkeypatch.setattr(cells, "MOST_OVERLAP", 3)
     with pytest.raises(
         ConfigError,
-        match=r"^neighbors: recall 0.999 is not reached: overlap 16 of \d+ cells gives 0\.\d+ ± "
-        rf"0\.\d+, 0\.\d+ too little, and \d+ cells with overlap \d+ need \d+ MiB a task, "
-        rf"neighbors.memory is 4 MiB; {needed}$",
+        match=r"^neighbors: recall 0.99 is not reached: overlap 3 of \d+ cells finds 0\.\d+ ± "
+        r"0\.\d+, 0\.\d+ too little; overlap \d of \d+ cells needs \d+ MiB a task, "
+        r"neighbors.memory is 4 MiB; raise neighbors.memory or lower neighbors.recall$",
     ) as caught:
-        decide(rows, config(0.999, memory=4 << 20))
-    gives, error, short = re.findall(r"0\.\d{3}", str(caught.value))[1:]
-    assert float(short) == pytest.approx(0.999 - float(gives) + float(error), abs=2e-3)
-    assert 6000 * row_bytes > 4 << 20
+        decide(hard_rows(6000, width=64), config(0.99, memory=4 << 20))
+    finds, error, short = re.findall(r"0\.\d{3}", str(caught.value))
+    assert float(short) == pytest.approx(0.99 - float(finds) + float(error), abs=2e-3)
 
 
-def test_cells_that_do_not_fit_at_all_say_what_would() -> None:
-    with pytest.raises(ConfigError, match=r"^neighbors: 1 cells with overlap 1 need 9 MiB a task"):
-        decide(hard_rows(6000, 64), config(cells=1, memory=2 << 20))
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (config(0.999, memory=4 << 20), r"overlap \d+ of \d+ cells \(finds 0.999\) needs 6 MiB"),
+        (config(cells=1, memory=2 << 20), r"overlap 1 of 1 cells \(finds 1.000\) needs 9 MiB"),
+    ],
+)
+def test_cells_that_do_not_fit_say_what_would(settings: CellSettings, match: str) -> None:
+    has = settings.memory >> 20
+    with pytest.raises(
+        ConfigError, match=rf"^neighbors: {match} a task, neighbors.memory is {has} MiB; raise it"
+    ):
+        decide(hard_rows(6000, 64), settings)
 
 
 def test_buckets_hold_what_the_memory_holds() -> None:
