@@ -42,41 +42,41 @@ def _lists(nlist: int, nprobe: int) -> Settings:
 TUNED: dict[tuple[str, int], dict[str, Settings]] = {
     ("mnist", 15): {
         "pynndescent": _descent(16, 10, 3, 5),
-        "hnswlib": _hnsw(12, 30, 40),
-        "faiss IVF": _lists(256, 6),
+        "hnswlib": _hnsw(12, 30, 20),
+        "faiss IVF": _lists(512, 8),
         "faiss exact": {},
     },
     ("mnist", 45): {
-        "pynndescent": _descent(46, 12, 3, 6),
-        "hnswlib": _hnsw(12, 30, 70),
-        "faiss IVF": _lists(256, 8),
+        "pynndescent": _descent(46, 15, 3, 4),
+        "hnswlib": _hnsw(12, 30, 50),
+        "faiss IVF": _lists(512, 10),
         "faiss exact": {},
     },
     ("fashion_mnist", 15): {
         "pynndescent": _descent(16, 10, 3, 5),
-        "hnswlib": _hnsw(12, 30, 40),
-        "faiss IVF": _lists(256, 6),
+        "hnswlib": _hnsw(12, 30, 20),
+        "faiss IVF": _lists(512, 6),
         "faiss exact": {},
     },
     ("fashion_mnist", 45): {
         "pynndescent": _descent(46, 12, 3, 6),
-        "hnswlib": _hnsw(12, 30, 70),
-        "faiss IVF": _lists(256, 8),
+        "hnswlib": _hnsw(12, 30, 50),
+        "faiss IVF": _lists(512, 8),
         "faiss exact": {},
     },
     ("glove", 15): {
-        "pynndescent": _descent(46, 60, 15, 11),
-        "hnswlib": _hnsw(16, 100, 150),
+        "pynndescent": _descent(46, 60, 18, 11),
+        "hnswlib": _hnsw(32, 120, 400),
         "faiss IVF": _lists(1024, 50),
         "faiss exact": {},
     },
     ("glove", 45): {
-        "pynndescent": _descent(60, 60, 15, 11),
-        "hnswlib": _hnsw(16, 100, 200),
-        "faiss IVF": _lists(1024, 60),
+        "pynndescent": _descent(60, 60, 18, 20),
+        "hnswlib": _hnsw(32, 120, 400),
+        "faiss IVF": _lists(1024, 68),
         "faiss exact": {},
     },
-    ("generated", 15): {"pynndescent": _descent(16, 10, 5, 12)},
+    ("generated", 15): {"pynndescent": _descent(16, 16, 20, 12)},
 }
 
 

@@ -25,7 +25,7 @@ import zarr
 from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, from_url
-from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import MemoryStore
 
@@ -148,13 +148,15 @@ def encode_arrays(arrays: Arrays) -> dict[str, bytes]:
     objects: dict[str, Any] = {}
     group = zarr.create_group(MemoryStore(objects), zarr_format=3)
     for name, array in arrays.items():
-        row_bytes = max(1, array.itemsize * int(np.prod(array.shape[1:])))
-        rows = max(1, min(len(array), CHUNK_BYTES // row_bytes))
+        # Chunks of equal size: the last one is stored whole, its empty part included.
+        n_chunks = max(1, -(-array.nbytes // CHUNK_BYTES))
+        rows = max(1, -(-len(array) // n_chunks))
         group.create_array(
             name,
             data=np.ascontiguousarray(array),
             chunks=(rows, *array.shape[1:]),
-            compressors=[ZstdCodec(level=1), Crc32cCodec()],
+            # Thrice as fast as zstd, and smaller where bytes are shuffled by their place.
+            compressors=[BloscCodec(cname="lz4", clevel=1, shuffle="shuffle"), Crc32cCodec()],
             fill_value=_fill_value(array.dtype),
             config={"write_empty_chunks": True},
         )

@@ -6,6 +6,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.kernels.joins import search_regions
 from pipeline.kernels.neighbors import nearest
 
 Floats = NDArray[np.float32]
@@ -14,18 +15,20 @@ Ints = NDArray[np.int32]
 _N_ITERATIONS = 6
 # Up to so many cells one k-means is quick enough; more are trained region by region.
 _FLAT_CELLS = 64
-# A row is compared with a quarter of the cells, those nearest to its region; at least, at most:
-_LEAST_NEAR, _MOST_NEAR = 128, 1024
+# Of more cells than this a row is compared with those of the regions nearest to it only. Several
+# regions, because one in the middle of all is near to every row.
+_FLAT_GRID, _PROBES = 8192, 8
 # A cell this many times the average is split; one this small a share of it goes to its neighbors.
 _LARGE, _SMALL = 8, 1 / 8
+_ROUNDS, _HUB_OVERLAP, _COUNTED_PER_CELL = 3, 4, 8
 
 
 class Grid(NamedTuple):
     """Centroids, and a short cut to those near a row when there are many."""
 
-    centroids: Floats  # (n_cells, d)
-    regions: Floats  # (n_regions, d): a row's candidates are those of the region nearest to it
-    near: Ints  # (n_regions, n_near): numbers of the cells nearest to each region
+    centroids: Floats  # (n_cells, d), those of a region beside each other
+    regions: Floats  # (n_regions, d)
+    starts: NDArray[np.int64]  # (n_regions + 1,), where each region's centroids start
 
 
 class Assigned(NamedTuple):
@@ -83,57 +86,71 @@ def _refine(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> Flo
 
 
 def _even_out(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> Floats:
-    """Return the centroids without those of small cells, and several for those of large ones."""
-    counts = np.bincount(nearest(rows, centroids, 1)[1][:, 0], minlength=len(centroids))
-    kept = centroids[counts >= cell_rows * _SMALL]
-    counts = np.bincount(nearest(rows, kept, 1)[1][:, 0], minlength=len(kept))
-    large = counts > cell_rows * _LARGE
-    if not large.any():
-        return kept
-    cells = nearest(rows, kept, 1)[1][:, 0]
-    inside = rows[large[cells]]
-    return np.concatenate(
-        [kept[~large], _refine(inside, kept[large], cell_rows * _LARGE / 2, seed)]
-    )
+    """Return centroids of cells of more equal size, for cells that overlap.
+
+    Large cells are split, small ones given up, and so are hubs: a centroid in the middle between
+    groups is among the nearest of rows of all groups, which it brings together in vain.
+    """
+    rows = rows[:: max(1, int(cell_rows / _COUNTED_PER_CELL))]
+    cell_rows = len(rows) / len(centroids)
+    for _ in range(_ROUNDS):
+        overlap = min(_HUB_OVERLAP, len(centroids))
+        grid = build_grid(centroids, seed)
+        centroids = grid.centroids
+        cells = assign_cells(rows, grid, overlap).cells
+        own = np.bincount(cells[:, 0], minlength=len(centroids))
+        copies = np.bincount(cells[cells >= 0], minlength=len(centroids))
+        large = own > cell_rows * _LARGE
+        hubs = copies > cell_rows * overlap * _LARGE
+        kept = centroids[(own >= cell_rows * _SMALL) & ~hubs & ~large]
+        inside = rows[large[cells[:, 0]]]
+        if large.any():
+            split = _refine(inside, centroids[large], cell_rows * _LARGE / 2, seed)
+            kept = np.concatenate([kept, split])
+        if len(kept) < 2:
+            break
+        centroids = kept
+        if not (large | hubs).any():
+            break
+    return centroids
 
 
 def build_grid(centroids: Floats, seed: int) -> Grid:
-    """Return the centroids, (n_cells, d) float32, with regions where they are many."""
+    """Return the centroids, (n_cells, d) float32, in an order by region where they are many."""
     n_cells = len(centroids)
-    n_near = min(max(n_cells // 4, _LEAST_NEAR), _MOST_NEAR)
-    if n_cells <= n_near:
-        every = np.arange(n_cells, dtype=np.int32)[np.newaxis]
-        return Grid(centroids, _mean(centroids)[np.newaxis], every)
+    if n_cells <= _FLAT_GRID:
+        return Grid(centroids, _mean(centroids)[np.newaxis], np.array([0, n_cells]))
     center = _mean(centroids)
-    regions = _kmeans(centroids - center, int(n_cells**0.5), seed)
-    near = nearest(regions, centroids - center, n_near)[1]
-    return Grid(centroids, regions + center, np.sort(near, axis=1).astype(np.int32))
+    n_regions = 2 * int(n_cells**0.5)
+    regions = _kmeans(centroids - center, n_regions, seed)
+    regions = _even_out(centroids - center, regions, n_cells / n_regions, seed)
+    inside = nearest(centroids - center, regions, 1)[1][:, 0]
+    order = np.argsort(inside, kind="stable")
+    starts = np.searchsorted(inside[order], np.arange(len(regions) + 1))
+    return Grid(centroids[order], regions + center, starts.astype(np.int64))
 
 
 def assign_cells(rows: Floats, grid: Grid, overlap: int) -> Assigned:
     """Return the nearest cells of each row, (n, overlap), nearest first, and how far they are.
 
-    rows is (n, d) float32. With many cells they are the nearest of those near the row's region.
+    rows is (n, d) float32. With many cells they are the nearest of those in the eight regions
+    nearest to the row; where these have fewer than overlap, the last are -1, at +inf.
     """
-    n_cells = grid.near.shape[1]
+    n_cells = len(grid.centroids)
     if not 1 <= overlap <= n_cells:
         raise ValueError(f"overlap {overlap} with {n_cells} cells; need 1..{n_cells}")
-    cells = np.empty((len(rows), overlap), dtype=np.int32)
-    distances = np.empty((len(rows), overlap), dtype=np.float32)
     # Far from the origin |x|^2 - 2xy + |y|^2 loses every digit that tells the cells apart.
     center = _mean(grid.centroids)
     centered, centroids = rows - center, grid.centroids - center
-    regions = np.zeros(len(rows), dtype=np.int64)
-    if len(grid.regions) > 1 and len(rows):
-        regions = nearest(centered, grid.regions - center, 1)[1][:, 0]
-    order = np.argsort(regions, kind="stable")
-    starts = np.searchsorted(regions[order], np.arange(len(grid.regions) + 1))
-    for region, near in enumerate(grid.near):
-        inside = order[starts[region] : starts[region + 1]]
-        if len(inside):
-            distances[inside], found = nearest(centered[inside], centroids[near], overlap)
-            _check_found(found, inside)
-            cells[inside] = near[found]
+    if not np.isfinite(np.einsum("ij,ij->i", centered, centered)).all():
+        raise ValueError("rows have distances to the cells that are not finite in float32")
+    if len(grid.regions) == 1:
+        near, found = nearest(centered, centroids, overlap)
+        return Assigned(found.astype(np.int32), near)
+    probes = nearest(centered, grid.regions - center, _PROBES)[1]
+    cells = np.full((len(rows), overlap), -1, dtype=np.int32)
+    distances = np.full((len(rows), overlap), np.inf, dtype=np.float32)
+    search_regions(centered, probes, centroids, grid.starts, cells, distances)
     return Assigned(cells, distances)
 
 
@@ -145,14 +162,6 @@ def trim_cells(assigned: Assigned, reach: float) -> Ints:
     cells = assigned.cells.copy()
     cells[assigned.distances[:, -1] > reach * assigned.distances[:, 0], -1] = -1
     return cells
-
-
-def _check_found(found: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Refuse rows for which the search gave up, which it says by a cell of -1."""
-    missing = (found < 0).any(axis=1)
-    if missing.any():
-        bad = int(rows[missing].min())
-        raise ValueError(f"row {bad} has no nearest cell; its distances are not finite in float32")
 
 
 def coverage(cells: Ints, neighbor_cells: Ints) -> NDArray[np.float64]:

@@ -51,6 +51,7 @@ COARSER = 4  # times the rows of a cell, from one option to the next
 MOST_OVERLAP = 16
 ROWS_PER_CENTROID = 16
 COVERAGE_QUERIES = 1000
+COUNTED_ROWS = 32_768
 PART_OF_ROWS = (0.25, 0.5, 0.75)  # that may do with one cell more than the others
 UNLIMITED = 1e30  # a reach for all rows; JSON has no infinity
 BUCKET_ROWS = 16_384  # rows a bucket should have, copies apart
@@ -71,16 +72,13 @@ class CellSettings:
 
 
 class Probe(NamedTuple):
-    """Drawn rows: some train the centroids, others, which these must not know, measure them.
-
-    Some of the measuring rows are queries, with the nearest of the measuring rows to each.
-    """
+    """Drawn rows: some train the centroids, others, which these must not know, measure them."""
 
     training: NDArray[np.float32]  # (t, d)
-    rows: NDArray[np.float32]  # (m, d)
+    rows: NDArray[np.float32]  # (m, d), to count the rows of cells and buckets
     n_total: int  # rows of the whole sample
-    queries: NDArray[np.int64]  # (q,) positions in rows
-    neighbors: NDArray[np.int64]  # (q, j) positions in rows
+    queries: NDArray[np.float32]  # (q, d)
+    neighbors: NDArray[np.float32]  # (q * j, d), the j rows nearest to each query
 
 
 class Option(NamedTuple):
@@ -193,7 +191,8 @@ def make_probe(drawn: NDArray[np.float32], n_total: int, k: int) -> Probe:
     numbers = np.arange(len(rows))
     queries = numbers[:: max(1, len(rows) // COVERAGE_QUERIES)][:COVERAGE_QUERIES]
     found = search_exact(rows[queries], queries, rows, numbers, n_near)
-    return Probe(training, rows, n_total, queries, found.ids)
+    counted = rows[:: -(-len(rows) // COUNTED_ROWS)]
+    return Probe(training, counted, n_total, rows[queries], rows[found.ids.ravel()])
 
 
 def choose(probe: Probe, config: CellSettings, row_bytes: int) -> Option:
@@ -236,15 +235,16 @@ def count_options(config: CellSettings, n_rows: int, n_drawn: int) -> list[int]:
 
 def _weigh(grid: Grid, probe: Probe, config: CellSettings, row_bytes: int) -> Option:
     """The grid with the least overlap that reaches the recall, or the largest that was tried."""
-    most = min(config.overlap or MOST_OVERLAP, grid.near.shape[1])
-    assigned = assign_cells(probe.rows, grid, most)
-    means, errors = _measure(probe, assigned.cells)
+    most = min(config.overlap or MOST_OVERLAP, len(grid.centroids))
+    queries, near = (assign_cells(rows, grid, most) for rows in (probe.queries, probe.neighbors))
+    means, errors = _measure(queries.cells, near.cells)
     reached = np.flatnonzero(means - errors >= config.recall)
     overlap = int(reached[0]) + 1 if len(reached) and config.overlap is None else most
-    assigned = Assigned(assigned.cells[:, :overlap], assigned.distances[:, :overlap])
+    assigned = assign_cells(probe.rows, grid, overlap)
     mean, error, reach = float(means[overlap - 1]), float(errors[overlap - 1]), UNLIMITED
     if len(reached) and config.overlap is None and overlap > 1:
-        mean, error, reach = _find_reach(probe, assigned, config.recall) or (mean, error, reach)
+        pairs = _cut(queries, overlap), _cut(near, overlap)
+        mean, error, reach = _find_reach(pairs, config.recall) or (mean, error, reach)
     cells = trim_cells(assigned, reach)
     scale = probe.n_total / len(probe.rows)
     counts = np.bincount(cells[cells >= 0], minlength=len(grid.centroids)) * np.float64(scale)
@@ -253,21 +253,25 @@ def _weigh(grid: Grid, probe: Probe, config: CellSettings, row_bytes: int) -> Op
     return Option(grid, overlap, reach, mean, error, cost, groups, int(bucket_rows * scale))
 
 
+def _cut(assigned: Assigned, overlap: int) -> Assigned:
+    return Assigned(assigned.cells[:, :overlap], assigned.distances[:, :overlap])
+
+
 def _measure(
-    probe: Probe, cells: NDArray[np.int32]
+    queries: NDArray[np.int32], near: NDArray[np.int32]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The share of neighbours that share a cell, by overlap, and its standard error."""
-    shares = coverage(cells[probe.queries], cells[probe.neighbors])
+    shares = coverage(queries, near.reshape(len(queries), -1, queries.shape[1]))
     return shares.mean(axis=0), shares.std(axis=0) / len(shares) ** 0.5
 
 
 def _find_reach(
-    probe: Probe, assigned: Assigned, recall: float
+    pairs: tuple[Assigned, Assigned], recall: float
 ) -> tuple[float, float, float] | None:
     """Coverage, its error and the least reach that suffices, if not all rows need the last cell."""
-    ratios = assigned.distances[:, -1] / np.maximum(assigned.distances[:, 0], 1e-30)
-    for reach in np.quantile(ratios, PART_OF_ROWS).tolist():
-        means, errors = _measure(probe, trim_cells(assigned, reach))
+    first, last = pairs[0].distances[:, 0], pairs[0].distances[:, -1]
+    for reach in np.quantile(last / np.maximum(first, 1e-30), PART_OF_ROWS).tolist():
+        means, errors = _measure(*(trim_cells(assigned, reach) for assigned in pairs))
         if means[-1] - errors[-1] >= recall:
             return float(means[-1]), float(errors[-1]), reach
     return None
@@ -278,7 +282,8 @@ def _cost(counts: NDArray[np.float64], n_rows: int, grid: Grid, k: int) -> float
     width = grid.centroids.shape[1]
     pairs, copies = float((counts**2).sum()) / n_rows, float(counts.sum()) / n_rows
     search = pairs * (0.0165 * width + 0.8) + copies * (1.5 * width + 60 * k + 1000)
-    return float(search + (len(grid.regions) + grid.near.shape[1]) * 0.022 * width)
+    compared = len(grid.regions) + 8 * len(grid.centroids) / max(8, len(grid.regions))
+    return float(search + compared * 0.022 * width)
 
 
 def _make_buckets(

@@ -111,8 +111,10 @@ def search_part(context: Context[NeighborSettings], partition: Partition, _: Rep
     """Lists of a bucket's rows, as a bucket file by the block of the graph that they go to."""
     number, k = context.facts["buckets"][partition.index], context.settings.k
     bucket = _read_bucket(context, number, partition.n_rows)
-    found = search_cells(bucket.vectors, _group_members(context, number, bucket.cells), k)
-    # A list may be short, where a cell has fewer rows than k: -1 stays -1.
+    inside = _cells_inside(context, number, bucket)
+    found = search_cells(bucket.vectors, _group_members(bucket, inside), k)
+    _complete(found, bucket, inside[:, 0])
+    # A list may still be short, of a row that another bucket completes: -1 stays -1.
     ids = np.where(found.ids < 0, -1, bucket.rows[found.ids])
     blocks = split_rows(context.read("sample").n_rows, graph_rows(context.read("sample").n_rows))
     starts = np.searchsorted(bucket.rows, [block.start for block in blocks] + [blocks[-1].stop])
@@ -135,16 +137,30 @@ def _read_bucket(context: Context[NeighborSettings], number: int, n_rows: int) -
     return Bucket(np.concatenate(rows), np.concatenate(row_cells), vectors)
 
 
-def _group_members(
-    context: Context[NeighborSettings], number: int, row_cells: NDArray[np.int32]
-) -> Cells:
-    """The members of each cell of the bucket, as positions among the bucket's rows."""
+def _cells_inside(
+    context: Context[NeighborSettings], number: int, bucket: Bucket
+) -> NDArray[np.bool_]:
+    """Which of the rows' cells, (n, overlap), lie in this bucket."""
     _, groups = cells.read_grid(context.inputs["centroids"])
-    rows, places = np.nonzero((groups[row_cells] == number) & (row_cells >= 0))
-    numbers = row_cells[rows, places]
+    return np.asarray((groups[bucket.cells] == number) & (bucket.cells >= 0))
+
+
+def _group_members(bucket: Bucket, inside: NDArray[np.bool_]) -> Cells:
+    """The members of each cell of the bucket, as positions among the bucket's rows."""
+    rows, places = np.nonzero(inside)
+    numbers = bucket.cells[rows, places]
     order = np.argsort(numbers, kind="stable")
     starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
     return Cells(np.append(starts, len(order)), rows[order].astype(np.int32))
+
+
+def _complete(found: Neighbors, bucket: Bucket, at_home: NDArray[np.bool_]) -> None:
+    """Search the whole bucket for rows at home in it that small cells have left short."""
+    short = np.flatnonzero(at_home & (found.ids[:, -1] < 0))
+    if len(short):
+        every, k = np.arange(len(bucket.rows)), found.ids.shape[1]
+        exact = search_exact(bucket.vectors[short], short, bucket.vectors, every, k)
+        found.ids[short], found.distances[short] = exact
 
 
 def prepare_merge(context: Context[NeighborSettings]) -> Plan:
@@ -162,15 +178,13 @@ def merge_part(context: Context[NeighborSettings], partition: Partition, _: Repo
         more = Neighbors(part["ids"], part["distances"])
         merge_found(found, part["rows"] - partition.start, more)
     found = _fill_short_rows(context, partition, found)
-    # What UMAP's memberships need to know of all blocks.
-    metrics = {"distance_sum": float(np.sqrt(found.distances, dtype=np.float64).sum())}
-    return Part(partition.n_rows, arrays=found._asdict(), metrics=metrics)
+    return Part(partition.n_rows, arrays=found._asdict())
 
 
 def _fill_short_rows(
     context: Context[NeighborSettings], partition: Partition, found: Neighbors
 ) -> Neighbors:
-    """The same neighbours; rows left short by small cells are searched in the whole sample."""
+    """The same neighbours; rows left short by a small bucket are searched in the whole sample."""
     short = np.flatnonzero(found.ids[:, -1] < 0)
     if not len(short):
         return found

@@ -243,6 +243,7 @@ PUBLISH = Stage(
         "neighbors",
         "recall",
         "affinity",
+        "transpose",
         "symmetrize",
         "draw",
         "edges",

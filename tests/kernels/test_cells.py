@@ -105,23 +105,47 @@ def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap 4 with 3 cells"):
         assign_cells(rows, _grid(rows[:3]), 4)
     rows[6] = 1e30
-    with pytest.raises(ValueError, match="row 6 has no nearest cell"):
+    with pytest.raises(ValueError, match="that are not finite in float32"):
         assign_cells(rows, _grid(rows[:3]), 2)
 
 
 def test_many_cells_are_found_through_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(0).normal(size=(3000, 8)).astype(np.float32)
     centroids = train_centroids(rows, 400, seed=0)
-    every = np.arange(len(centroids), dtype=np.int32)[np.newaxis]
-    exact = assign_cells(rows, Grid(centroids, centroids[:1], every), 3).cells
-    monkeypatch.setattr(kernel, "_LEAST_NEAR", 120)
+    monkeypatch.setattr(kernel, "_FLAT_GRID", 120)
     grid = _grid(centroids)
-    assert len(grid.regions) > 10
-    assert grid.near.shape == (len(grid.regions), 120)
-    found = assign_cells(rows, grid, 3).cells
+    assert len(grid.regions) > 30
+    assert sorted(grid.centroids.tolist()) == sorted(centroids.tolist())
+    found, near = assign_cells(rows, grid, 3)
+    gaps = ((rows[:, None].astype(np.float64) - grid.centroids[None]) ** 2).sum(axis=2)
+    exact = np.argsort(gaps, axis=1)[:, :3]
     assert 0.85 < (found == exact).mean() < 1  # noise: the hardest for a short cut
+    taken = np.take_along_axis(gaps, found.astype(np.int64), axis=1)
+    np.testing.assert_allclose(near, taken, rtol=1e-3, atol=1e-6)
+    assert (np.diff(near, axis=1) >= 0).all()
     parts = [assign_cells(rows[start : start + 7], grid, 3).cells for start in range(0, 3000, 7)]
     np.testing.assert_array_equal(found, np.concatenate(parts))
+
+
+def test_regions_with_too_few_cells_leave_places_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_FLAT_GRID", 10)
+    rows = np.random.default_rng(0).normal(size=(500, 8)).astype(np.float32)
+    grid = _grid(rows[:100])
+    cells, distances = assign_cells(rows, grid, 90)
+    assert ((cells < 0) == np.isinf(distances)).all()
+    assert (cells[:, 0] >= 0).all()
+    assert (cells[:, -1] < 0).all()
+
+
+def test_a_centroid_between_all_groups_is_given_up() -> None:
+    """Groups as far from each other as random directions are: the middle is near to all."""
+    rng = np.random.default_rng(0)
+    groups = rng.normal(size=(60, 128))
+    grouped = np.repeat(groups, 80, axis=0) + 0.1 * rng.normal(size=(4800, 128))
+    rows = np.concatenate([grouped, 0.3 * rng.normal(size=(40, 128))]).astype(np.float32)
+    centroids = train_centroids(rows, 120, seed=0)
+    cells = assign_cells(rows, _grid(centroids), 4).cells
+    assert np.bincount(cells.ravel()).max() <= 8 * 4 * 4840 / 120
 
 
 def test_large_cells_are_split_and_small_ones_given_up() -> None:

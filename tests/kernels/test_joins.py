@@ -144,7 +144,7 @@ def test_functions_compile_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyP
             raise RuntimeError("cannot cache function: no locator available")
         return real(**options)
 
-    monkeypatch.setattr(joins.numba, "njit", refuse)
+    monkeypatch.setattr(numba, "njit", refuse)
     assert joins.compiled(lambda x: x + 1)(2) == 3
 
 

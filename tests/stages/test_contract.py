@@ -283,7 +283,7 @@ def from_stage(name: str) -> set[str]:
         ("neighbors", {"recall": 0.9}, from_stage("centroids")),
         ("neighbors", {"recall_queries": 50}, {"recall"}),
         ("affinity", {"perplexity": 4}, from_stage("affinity")),
-        ("edges", {"negatives": 3}, from_stage("draw")),
+        ("edges", {"negatives": 3}, from_stage("edges")),
         ("train", {"learning_rate": 0.002}, from_stage("train")),
         ("evaluate", {"reference_rows": 200}, {"survey", "evaluate"}),
         ("evaluate", {"k": 4}, {"evaluate"}),
