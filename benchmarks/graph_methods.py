@@ -38,7 +38,7 @@ def _lists(nlist: int, nprobe: int) -> Settings:
     return {"nlist": nlist, "nprobe": nprobe}
 
 
-# What --tune found: the fastest that reach the recall, by data set, k and method.
+# The fastest that reach the recall among some dozens of trials each, by data set, k and method.
 TUNED: dict[tuple[str, int], dict[str, Settings]] = {
     ("mnist", 15): {
         "pynndescent": _descent(16, 10, 3, 5),
@@ -65,8 +65,8 @@ TUNED: dict[tuple[str, int], dict[str, Settings]] = {
         "faiss exact": {},
     },
     ("glove", 15): {
-        "pynndescent": _descent(46, 60, 18, 11),
-        "hnswlib": _hnsw(32, 120, 400),
+        "pynndescent": _descent(34, 80, 18, 20),
+        "hnswlib": _hnsw(32, 120, 250),
         "faiss IVF": _lists(1024, 50),
         "faiss exact": {},
     },
