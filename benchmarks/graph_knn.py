@@ -191,16 +191,12 @@ def _summary(sets: dict[str, Any]) -> str:
     for found in sets.values():
         for k, case in found["k"].items():
             ours, ratios = case["ours"], case["ratios"]
-            row = [f"{found['title']}, k={k}", _recall(ours)]
+            row = [f"{found['title']}, k={k}", graph_methods.show_recall(ours["recall"])]
             row += [f"{ours['warm_seconds']:.2f}"]
             row += [_ratio(ratios, "warm", "best_peer"), f"{ours['cold_seconds']:.1f}"]
             row += [_ratio(ratios, "cold", "best_peer")]
             rows.append([*row, _ratio(ratios, "best_cold", "best_cold_peer")])
     return measure.table(head, rows)
-
-
-def _recall(found: dict[str, Any]) -> str:
-    return f"{found['recall']:.4f}" + ("" if found["recall"] >= RECALL else " (short)")
 
 
 def _ratio(ratios: dict[str, Any], figure: str, peer: str) -> str:
@@ -217,7 +213,7 @@ def _methods(case: dict[str, Any]) -> str:
         [
             f"lakemap, {graph_job.WORKERS} workers",
             f"neighbors.recall={RECALL}",
-            _recall(ours),
+            graph_methods.show_recall(ours["recall"]),
             str(len(ours["seconds"])),
             f"{ours['warm_seconds']:.2f}",
             f"{ours['warm_seconds'] / best:.2f}",
@@ -235,7 +231,7 @@ def _peer_row(peer: dict[str, Any], best: float) -> list[str]:
     return [
         f"{peer['method']} {peer['version']}",
         graph_methods.describe(peer["settings"]),
-        _recall(peer),
+        graph_methods.show_recall(peer["recall"]),
         str(runs) if peer["share"] == 1 else f"{runs}, a tenth",
         f"{peer['warm_seconds']:.2f}",
         f"{peer['warm_seconds'] / best:.2f}",

@@ -76,7 +76,7 @@ TUNED: dict[tuple[str, int], dict[str, Settings]] = {
         "faiss IVF": _lists(1024, 68),
         "faiss exact": {},
     },
-    ("generated", 15): {"pynndescent": _descent(16, 16, 20, 12)},
+    ("generated", 15): {"pynndescent": _descent(16, 10, 3, 5)},
 }
 
 
@@ -209,3 +209,8 @@ def tune(task: Task, method: str) -> Found | None:
 def describe(settings: Settings) -> str:
     """The settings in a table's cell."""
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "-"
+
+
+def show_recall(recall: float) -> str:
+    """The recall in a table's cell, marked where it is too low."""
+    return f"{recall:.4f}" + ("" if recall >= RECALL else " (short)")

@@ -200,7 +200,7 @@ def _row(title: str, found: dict[str, Any], ratio: str) -> list[str]:
     """One of our measurements."""
     return [
         title,
-        f"{found['recall']:.4f}",
+        graph_methods.show_recall(found["recall"]),
         str(len(found["seconds"])),
         f"{found['warm_seconds']:.1f}",
         ratio,
@@ -220,7 +220,7 @@ def _peer(found: dict[str, Any]) -> list[str]:
     rows = [_row(f"lakemap, {ours['workers']} workers", ours, ratio)]
     if peer:
         name = f"{PEER} {peer['version']}, {graph_methods.describe(peer['settings'])}"
-        row = [name, f"{peer['recall']:.4f}", str(len(peer["seconds"]))]
+        row = [name, graph_methods.show_recall(peer["recall"]), str(len(peer["seconds"]))]
         row += [f"{peer['warm_seconds']:.1f}", "1.00", ""]
         rows.append([*row, measure.mebibytes(peer["peak_bytes"])])
     title = f"## {found['title']} beside {PEER}; the goal is a ratio of at most 1"

@@ -20,7 +20,7 @@ _FLAT_CELLS = 64
 _FLAT_GRID, _PROBES = 8192, 8
 # A cell this many times the average is split; one this small a share of it goes to its neighbors.
 _LARGE, _SMALL = 8, 1 / 8
-_ROUNDS, _HUB_OVERLAP, _COUNTED_PER_CELL = 3, 4, 8
+_ROUNDS, _HUB_OVERLAP, _COUNTED_PER_CELL = 3, 4, 16
 
 
 class Grid(NamedTuple):

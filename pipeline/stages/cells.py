@@ -7,7 +7,6 @@ Neighbours that share a cell are found, so the recall is the share of such pairs
 on drawn rows before anything is built. One cell is exact search, so one path serves every size.
 """
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from pipeline.config import Job
 from pipeline.errors import ConfigError
@@ -50,7 +48,7 @@ FINEST_CELL = 128  # rows; smaller ones need so much overlap that nothing is won
 COARSER = 4  # times the rows of a cell, from one option to the next
 MOST_OVERLAP = 16
 ROWS_PER_CENTROID = 16
-COVERAGE_QUERIES = 1000
+COVERAGE_QUERIES = 2000
 COUNTED_ROWS = 32_768
 PART_OF_ROWS = (0.25, 0.5, 0.75)  # that may do with one cell more than the others
 UNLIMITED = 1e30  # a reach for all rows; JSON has no infinity
@@ -153,9 +151,8 @@ def train_part(context: Context[CellSettings], _: Partition, __: Report) -> Part
     n_drawn = count_drawn(config, sample.n_rows, width)
     seed = [config.seed, crc32(b"centroids")]
     rows = widen(_gather(sample, draw_positions(sample.n_rows, n_drawn, seed)), config.metric)
-    with threadpool_limits(limits=len(os.sched_getaffinity(0))):
-        probe = make_probe(rows, sample.n_rows, config.k)
-        option = choose(probe, config, bucket_row_bytes(width, dtype.itemsize, config.k))
+    probe = make_probe(rows, sample.n_rows, config.k)
+    option = choose(probe, config, bucket_row_bytes(width, dtype.itemsize, config.k))
     arrays = {**option.grid._asdict(), "groups": option.groups}
     metrics = {
         "cells": len(option.grid.centroids),
@@ -187,7 +184,7 @@ def make_probe(drawn: NDArray[np.float32], n_total: int, k: int) -> Probe:
     and these are its nearest rows there: they stand for the k.
     """
     training, rows = drawn[::2].copy(), drawn[1::2].copy()
-    n_near = min(max(1, round(k * len(rows) / n_total)), len(rows) - 1)
+    n_near = min(max(1, round((k + 1) * len(rows) / n_total - 1)), len(rows) - 1)
     numbers = np.arange(len(rows))
     queries = numbers[:: max(1, len(rows) // COVERAGE_QUERIES)][:COVERAGE_QUERIES]
     found = search_exact(rows[queries], queries, rows, numbers, n_near)
@@ -386,7 +383,6 @@ CENTROIDS = Stage(
     estimate=estimate_centroids,
     prepare=one_partition,
     do_part=train_part,
-    whole_machine=True,
 )
 ASSIGN = Stage(
     name="assign",
