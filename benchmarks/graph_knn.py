@@ -178,15 +178,15 @@ NOTES = (
     "graph there, ours reads its rows from a store and commits every step.",
     "- cold: from the start of a new process, imports, compilation and reading included, the "
     "numba cache empty; ours until the command has ended, but for the steps that measure recall.",
-    f"- a tenth: one run, all rows indexed, every {graph_methods.SLOW_SHARE}th searched, "
-    "the seconds of the search multiplied.",
+    "- a tenth: one run, all rows indexed, a tenth of them searched, the seconds of the search "
+    "multiplied.",
     "- peak: resident memory of the largest process, and of all together in the cold run.",
 )
 
 
 def _summary(sets: dict[str, Any]) -> str:
-    head = ["", "recall", "warm s", "warm, best peer", "cold s", "cold, that peer"]
-    head += ["cold, best peer"]
+    head = ["", "recall", "warm s", "to the best peer", "cold s", "to the same peer's cold"]
+    head += ["to the best cold peer"]
     rows = []
     for found in sets.values():
         for k, case in found["k"].items():
