@@ -28,7 +28,7 @@ from pipeline.stores import Folder
 WORKERS = 2
 PACKAGES = ("lakemap", "numpy", "numba", "faiss-cpu", "faiss-gpu", "dask", "pyarrow")
 BEFORE = ("ingest", "sample")
-MEASURING = ("truth", "recall")
+MEASURING = ("recall",)
 JOB = """\
 input: {{path: lake, vector: vector, id: row}}
 output: maps

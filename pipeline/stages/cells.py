@@ -29,7 +29,7 @@ from pipeline.kernels.cells import (
 )
 from pipeline.kernels.neighbors import search_exact, widen
 from pipeline.kernels.sampling import draw_positions
-from pipeline.manifest import Part, Plan, Store, open_store
+from pipeline.manifest import Part, Plan, Record, Store, open_store
 from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report
 from pipeline.stage import (
@@ -165,6 +165,11 @@ def train_part(context: Context[CellSettings], _: Partition, __: Report) -> Part
     return Part(len(option.grid.centroids), arrays=arrays, metrics=metrics)
 
 
+def finish_centroids(_: Context[CellSettings], records: list[Record]) -> dict[str, Any]:
+    """What was chosen, and the recall that it promises."""
+    return records[0].metrics
+
+
 def _gather(sample: Store, positions: NDArray[np.int64]) -> NDArray[np.float32]:
     """The rows at those positions, in order of position; the sample is read a part at a time."""
     wanted = np.sort(positions)
@@ -184,6 +189,8 @@ def make_probe(drawn: NDArray[np.float32], n_total: int, k: int) -> Probe:
     and these are its nearest rows there: they stand for the k.
     """
     training, rows = drawn[::2].copy(), drawn[1::2].copy()
+    if len(rows) < 2:  # a lake of two or three rows
+        training = rows = drawn
     n_near = min(max(1, round((k + 1) * len(rows) / n_total - 1)), len(rows) - 1)
     numbers = np.arange(len(rows))
     queries = numbers[:: max(1, len(rows) // COVERAGE_QUERIES)][:COVERAGE_QUERIES]
@@ -383,6 +390,7 @@ CENTROIDS = Stage(
     estimate=estimate_centroids,
     prepare=one_partition,
     do_part=train_part,
+    finish=finish_centroids,
 )
 ASSIGN = Stage(
     name="assign",

@@ -117,7 +117,9 @@ def gather_metrics(context: Context[PublishSettings]) -> dict[str, Any]:
     )
     training = {name: train[name] for name in ("loss", "pair_clipped", "layer_clipped", "encoder")}
     affinity = context.read("affinity").manifest.metrics
-    return rows | recall | affinity | training | quality
+    chosen = context.read("centroids").manifest.metrics
+    cells = {name: chosen[name] for name in ("cells", "overlap", "coverage")}
+    return rows | cells | recall | affinity | training | quality
 
 
 def do_part(context: Context[PublishSettings], _: Partition, __: Progress) -> Part:

@@ -80,6 +80,12 @@ def test_a_few_rows_are_one_cell() -> None:
     assert len(option.grid.centroids) == option.overlap == option.coverage == 1
 
 
+@pytest.mark.parametrize("n_rows", [2, 3, 4, 5, 17])
+def test_so_few_rows_are_one_cell_too(n_rows: int) -> None:
+    settings = CellSettings(n_rows - 1, "euclidean", 0.95, None, None, 512 << 20, seed=0)
+    assert len(decide(hard_rows(n_rows), settings).grid.centroids) == 1
+
+
 def test_what_the_job_fixes_is_kept() -> None:
     rows = hard_rows(6000)
     both = decide(rows, config(cells=40, overlap=2))
