@@ -6,7 +6,6 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.kernels.joins import search_regions
 from pipeline.kernels.neighbors import nearest
 
 Floats = NDArray[np.float32]
@@ -15,20 +14,9 @@ Ints = NDArray[np.int32]
 _N_ITERATIONS = 6
 # Up to so many cells one k-means is quick enough; more are trained region by region.
 _FLAT_CELLS = 64
-# Of more cells than this a row is compared with those of the regions nearest to it only. Several
-# regions, because one in the middle of all is near to every row.
-_FLAT_GRID, _PROBES = 8192, 8
 # A cell this many times the average is split; one this small a share of it goes to its neighbors.
 _LARGE, _SMALL = 8, 1 / 8
-_ROUNDS, _HUB_OVERLAP, _COUNTED_PER_CELL = 3, 4, 16
-
-
-class Grid(NamedTuple):
-    """Centroids, and a short cut to those near a row when there are many."""
-
-    centroids: Floats  # (n_cells, d), those of a region beside each other
-    regions: Floats  # (n_regions, d)
-    starts: NDArray[np.int64]  # (n_regions + 1,), where each region's centroids start
+_ROUNDS, _HUB_OVERLAP, _COUNTED_PER_CELL = 3, 4, 8
 
 
 class Assigned(NamedTuple):
@@ -95,11 +83,9 @@ def _even_out(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> F
     cell_rows = len(rows) / len(centroids)
     for _ in range(_ROUNDS):
         overlap = min(_HUB_OVERLAP, len(centroids))
-        grid = build_grid(centroids, seed)
-        centroids = grid.centroids
-        cells = assign_cells(rows, grid, overlap).cells
+        cells = assign_cells(rows, centroids, overlap).cells
         own = np.bincount(cells[:, 0], minlength=len(centroids))
-        copies = np.bincount(cells[cells >= 0], minlength=len(centroids))
+        copies = np.bincount(cells.ravel(), minlength=len(centroids))
         large = own > cell_rows * _LARGE
         hubs = copies > cell_rows * overlap * _LARGE
         kept = centroids[(own >= cell_rows * _SMALL) & ~hubs & ~large]
@@ -115,43 +101,21 @@ def _even_out(rows: Floats, centroids: Floats, cell_rows: float, seed: int) -> F
     return centroids
 
 
-def build_grid(centroids: Floats, seed: int) -> Grid:
-    """Return the centroids, (n_cells, d) float32, in an order by region where they are many."""
-    n_cells = len(centroids)
-    if n_cells <= _FLAT_GRID:
-        return Grid(centroids, _mean(centroids)[np.newaxis], np.array([0, n_cells]))
-    center = _mean(centroids)
-    n_regions = 2 * int(n_cells**0.5)
-    regions = _kmeans(centroids - center, n_regions, seed)
-    regions = _even_out(centroids - center, regions, n_cells / n_regions, seed)
-    inside = nearest(centroids - center, regions, 1)[1][:, 0]
-    order = np.argsort(inside, kind="stable")
-    starts = np.searchsorted(inside[order], np.arange(len(regions) + 1))
-    return Grid(centroids[order], regions + center, starts.astype(np.int64))
-
-
-def assign_cells(rows: Floats, grid: Grid, overlap: int) -> Assigned:
+def assign_cells(rows: Floats, centroids: Floats, overlap: int) -> Assigned:
     """Return the nearest cells of each row, (n, overlap), nearest first, and how far they are.
 
-    rows is (n, d) float32. With many cells they are the nearest of those in the eight regions
-    nearest to the row; where these have fewer than overlap, the last are -1, at +inf.
+    rows is (n, d) float32, centroids (n_cells, d) float32.
     """
-    n_cells = len(grid.centroids)
+    n_cells = len(centroids)
     if not 1 <= overlap <= n_cells:
         raise ValueError(f"overlap {overlap} with {n_cells} cells; need 1..{n_cells}")
     # Far from the origin |x|^2 - 2xy + |y|^2 loses every digit that tells the cells apart.
-    center = _mean(grid.centroids)
-    centered, centroids = rows - center, grid.centroids - center
+    center = _mean(centroids)
+    centered = rows - center
     if not np.isfinite(np.einsum("ij,ij->i", centered, centered)).all():
         raise ValueError("rows have distances to the cells that are not finite in float32")
-    if len(grid.regions) == 1:
-        near, found = nearest(centered, centroids, overlap)
-        return Assigned(found.astype(np.int32), near)
-    probes = nearest(centered, grid.regions - center, _PROBES)[1]
-    cells = np.full((len(rows), overlap), -1, dtype=np.int32)
-    distances = np.full((len(rows), overlap), np.inf, dtype=np.float32)
-    search_regions(centered, probes, centroids, grid.starts, cells, distances)
-    return Assigned(cells, distances)
+    distances, cells = nearest(centered, centroids - center, overlap)
+    return Assigned(cells.astype(np.int32), distances)
 
 
 def trim_cells(assigned: Assigned, reach: float) -> Ints:

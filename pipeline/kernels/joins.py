@@ -141,26 +141,3 @@ def merge_lists(
             if more_ids[m, place] < 0 or distance > distances[row, last]:
                 break
             _offer(ids[row], distances[row], more_ids[m, place], distance)
-
-
-@compiled
-def search_regions(
-    rows: NDArray[np.float32],
-    probes: NDArray[np.int64],
-    centroids: NDArray[np.float32],
-    starts: NDArray[np.int64],
-    cells: NDArray[np.int32],
-    distances: NDArray[np.float32],
-) -> None:
-    """Offer the centroids of the regions probes[i], (p,), to the lists of cells of each row i.
-
-    rows is (n, d), centroids (c, d), those of region r being starts[r]..starts[r + 1].
-    """
-    last = cells.shape[1] - 1
-    for i in range(len(rows)):
-        for probe in range(probes.shape[1]):
-            region = probes[i, probe]
-            for cell in range(starts[region], starts[region + 1]):
-                distance = _half_distance(rows[i], centroids[cell]) * np.float32(2)
-                if distance < distances[i, last]:
-                    _offer(cells[i], distances[i], cell, distance)

@@ -19,9 +19,7 @@ from pipeline.config import Job
 from pipeline.errors import ConfigError
 from pipeline.kernels.cells import (
     Assigned,
-    Grid,
     assign_cells,
-    build_grid,
     coverage,
     group_cells,
     train_centroids,
@@ -45,6 +43,7 @@ from pipeline.stores import Buckets
 
 EXACT_ROWS = 4096  # up to so many rows one cell costs less than choosing several
 FINEST_CELL = 128  # rows; smaller ones need so much overlap that nothing is won
+MOST_CELLS = 8192  # every row is compared with every centroid
 COARSER = 4  # times the rows of a cell, from one option to the next
 MOST_OVERLAP = 16
 ROWS_PER_CENTROID = 16
@@ -82,7 +81,7 @@ class Probe(NamedTuple):
 class Option(NamedTuple):
     """One way to cut the sample, and what it gives."""
 
-    grid: Grid
+    centroids: NDArray[np.float32]  # (n_cells, d)
     overlap: int
     reach: float  # rows whose last cell is farther than this, in first cells, do without it
     coverage: float
@@ -114,7 +113,7 @@ def bucket_row_bytes(width: int, item_bytes: int, k: int) -> int:
 
 def count_drawn(config: CellSettings, n_rows: int, width: int) -> int:
     """Rows to draw: 16 a cell to train and as many to measure, if half of the memory holds them."""
-    wanted = 2 * ROWS_PER_CENTROID * max(config.cells or 1, n_rows // FINEST_CELL)
+    wanted = 2 * ROWS_PER_CENTROID * (config.cells or min(n_rows // FINEST_CELL, MOST_CELLS))
     held = config.memory // 2 // (4 * width)
     return min(n_rows, max(EXACT_ROWS, min(wanted, held)))
 
@@ -129,7 +128,8 @@ def estimate_centroids(job: Job, shape: Shape) -> Estimate:
     """One task holds the drawn rows, and those it trains on centred and grouped."""
     config = settings(job)
     drawn = count_drawn(config, shape.n_train, shape.width)
-    store = max(config.cells or 1, shape.n_train // FINEST_CELL) * shape.width * 4
+    n_cells = config.cells or max(1, min(shape.n_train // FINEST_CELL, MOST_CELLS))
+    store = n_cells * shape.width * 4
     return Estimate(1, PROCESS_BYTES + 3 * drawn * shape.width * 4 + 2 * store, 2 * store)
 
 
@@ -153,16 +153,16 @@ def train_part(context: Context[CellSettings], _: Partition, __: Report) -> Part
     rows = widen(_gather(sample, draw_positions(sample.n_rows, n_drawn, seed)), config.metric)
     probe = make_probe(rows, sample.n_rows, config.k)
     option = choose(probe, config, bucket_row_bytes(width, dtype.itemsize, config.k))
-    arrays = {**option.grid._asdict(), "groups": option.groups}
+    arrays = {"centroids": option.centroids, "groups": option.groups}
     metrics = {
-        "cells": len(option.grid.centroids),
+        "cells": len(option.centroids),
         "overlap": option.overlap,
         "reach": option.reach,
         "coverage": option.coverage,
         "coverage_error": option.error,
         "buckets": int(option.groups.max()) + 1,
     }
-    return Part(len(option.grid.centroids), arrays=arrays, metrics=metrics)
+    return Part(len(option.centroids), arrays=arrays, metrics=metrics)
 
 
 def finish_centroids(_: Context[CellSettings], records: list[Record]) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def choose(probe: Probe, config: CellSettings, row_bytes: int) -> Option:
     for n_cells in count_options(config, probe.n_total, len(probe.training)):
         if dearer and n_cells > 1:
             continue
-        grid = build_grid(train_centroids(probe.training, n_cells, config.seed), config.seed)
-        option = _weigh(grid, probe, config, row_bytes)
+        centroids = train_centroids(probe.training, n_cells, config.seed)
+        option = _weigh(centroids, probe, config, row_bytes)
         tried.append(option)
         if not _fits(option, config, row_bytes):
             break  # coarser cells need still more
@@ -232,29 +232,32 @@ def count_options(config: CellSettings, n_rows: int, n_drawn: int) -> list[int]:
         return [1]
     counts, cell_rows = [], FINEST_CELL
     while cell_rows < n_rows:
-        counts.append(min(n_rows // cell_rows, n_drawn // 8))
+        counts.append(min(n_rows // cell_rows, n_drawn // 8, MOST_CELLS))
         cell_rows *= COARSER
     return [*counts, 1]
 
 
-def _weigh(grid: Grid, probe: Probe, config: CellSettings, row_bytes: int) -> Option:
-    """The grid with the least overlap that reaches the recall, or the largest that was tried."""
-    most = min(config.overlap or MOST_OVERLAP, len(grid.centroids))
-    queries, near = (assign_cells(rows, grid, most) for rows in (probe.queries, probe.neighbors))
+def _weigh(
+    centroids: NDArray[np.float32], probe: Probe, config: CellSettings, row_bytes: int
+) -> Option:
+    """The centroids with the least overlap that reaches the recall, or the largest tried."""
+    most = min(config.overlap or MOST_OVERLAP, len(centroids))
+    queries = assign_cells(probe.queries, centroids, most)
+    near = assign_cells(probe.neighbors, centroids, most)
     means, errors = _measure(queries.cells, near.cells)
     reached = np.flatnonzero(means - errors >= config.recall)
     overlap = int(reached[0]) + 1 if len(reached) and config.overlap is None else most
-    assigned = assign_cells(probe.rows, grid, overlap)
+    assigned = assign_cells(probe.rows, centroids, overlap)
     mean, error, reach = float(means[overlap - 1]), float(errors[overlap - 1]), UNLIMITED
     if len(reached) and config.overlap is None and overlap > 1:
         pairs = _cut(queries, overlap), _cut(near, overlap)
         mean, error, reach = _find_reach(pairs, config.recall) or (mean, error, reach)
     cells = trim_cells(assigned, reach)
     scale = probe.n_total / len(probe.rows)
-    counts = np.bincount(cells[cells >= 0], minlength=len(grid.centroids)) * np.float64(scale)
-    groups, bucket_rows = _make_buckets(grid, cells, counts, config.memory / row_bytes)
-    cost = _cost(counts, probe.n_total, grid, config.k)
-    return Option(grid, overlap, reach, mean, error, cost, groups, int(bucket_rows * scale))
+    counts = np.bincount(cells[cells >= 0], minlength=len(centroids)) * np.float64(scale)
+    groups, bucket_rows = _make_buckets(centroids, cells, counts, config.memory / row_bytes)
+    cost = _cost(counts, probe.n_total, centroids.shape[1], config.k)
+    return Option(centroids, overlap, reach, mean, error, cost, groups, int(bucket_rows * scale))
 
 
 def _cut(assigned: Assigned, overlap: int) -> Assigned:
@@ -281,26 +284,27 @@ def _find_reach(
     return None
 
 
-def _cost(counts: NDArray[np.float64], n_rows: int, grid: Grid, k: int) -> float:
+def _cost(counts: NDArray[np.float64], n_rows: int, width: int, k: int) -> float:
     """Nanoseconds a row on one core: pairs, copies, centroids; measured at 100 and 784 columns."""
-    width = grid.centroids.shape[1]
     pairs, copies = float((counts**2).sum()) / n_rows, float(counts.sum()) / n_rows
     search = pairs * (0.0165 * width + 0.8) + copies * (1.5 * width + 60 * k + 1000)
-    compared = len(grid.regions) + 8 * len(grid.centroids) / max(8, len(grid.regions))
-    return float(search + compared * 0.022 * width)
+    return float(search + len(counts) * 0.022 * width)
 
 
 def _make_buckets(
-    grid: Grid, cells: NDArray[np.int32], counts: NDArray[np.float64], most_rows: float
+    centroids: NDArray[np.float32],
+    cells: NDArray[np.int32],
+    counts: NDArray[np.float64],
+    most_rows: float,
 ) -> tuple[NDArray[np.int32], float]:
     """The bucket of each cell, and the drawn rows of the largest one."""
-    n_cells = len(grid.centroids)
+    n_cells = len(centroids)
     scale = counts.sum() / np.count_nonzero(cells >= 0)
     n_rows = scale * len(cells)
     costs = counts * (counts + 1000)
     wanted = min(max(LEAST_BUCKETS, -(-int(n_rows) // BUCKET_ROWS)), n_cells)
     while True:
-        groups = group_cells(grid.centroids, costs, wanted)
+        groups = group_cells(centroids, costs, wanted)
         _, buckets = rows_by_bucket(np.where(cells < 0, -1, groups[cells]))
         largest = float(np.bincount(buckets).max())
         if largest * scale <= most_rows or wanted == n_cells:
@@ -346,15 +350,15 @@ def _explain(tried: list[Option], config: CellSettings, row_bytes: int) -> str:
 
 
 def _name(option: Option) -> str:
-    return f"overlap {option.overlap} of {len(option.grid.centroids)} cells"
+    return f"overlap {option.overlap} of {len(option.centroids)} cells"
 
 
 @lru_cache(maxsize=1)
-def read_grid(ref: StoreRef) -> tuple[Grid, NDArray[np.int32]]:
-    """The grid and the bucket of each cell, read once per process."""
-    centroids = open_store(ref.folder, ref.digest)
-    block = centroids.arrays(centroids.records[0])
-    return Grid(*(block.read(name) for name in Grid._fields)), block.read("groups")
+def read_cells(ref: StoreRef) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """The centroid and the bucket of each cell, read once per process."""
+    store = open_store(ref.folder, ref.digest)
+    block = store.arrays(store.records[0])
+    return block.read("centroids"), block.read("groups")
 
 
 def prepare_assign(context: Context[CellSettings]) -> Plan:
@@ -368,10 +372,10 @@ def prepare_assign(context: Context[CellSettings]) -> Plan:
 def assign_part(context: Context[CellSettings], partition: Partition, _: Report) -> Part:
     """A bucket file: row numbers, cells and vectors of the rows that go to each bucket."""
     metrics = context.read("centroids").records[0].metrics
-    grid, groups = read_grid(context.inputs["centroids"])
+    centroids, groups = read_cells(context.inputs["centroids"])
     vectors = context.read("sample").rows("vectors", partition.start, partition.stop)
     widened = widen(vectors, context.settings.metric)
-    cells = trim_cells(assign_cells(widened, grid, metrics["overlap"]), metrics["reach"])
+    cells = trim_cells(assign_cells(widened, centroids, metrics["overlap"]), metrics["reach"])
     rows, buckets = rows_by_bucket(np.where(cells < 0, -1, groups[cells]))
     starts = np.searchsorted(buckets, np.arange(metrics["buckets"] + 1))
     arrays: dict[str, NDArray[Any]] = {

@@ -141,7 +141,7 @@ def _cells_inside(
     context: Context[NeighborSettings], number: int, bucket: Bucket
 ) -> NDArray[np.bool_]:
     """Which of the rows' cells, (n, overlap), lie in this bucket."""
-    _, groups = cells.read_grid(context.inputs["centroids"])
+    _, groups = cells.read_cells(context.inputs["centroids"])
     return np.asarray((groups[bucket.cells] == number) & (bucket.cells >= 0))
 
 

@@ -2,12 +2,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.kernels import cells as kernel
 from pipeline.kernels.cells import (
     Assigned,
-    Grid,
     assign_cells,
-    build_grid,
     coverage,
     group_cells,
     train_centroids,
@@ -24,14 +21,10 @@ def _blobs(n_rows: int, n_blobs: int, offset: float = 0.0) -> tuple[Floats, NDAr
     return (centers[blob] + rng.normal(size=(n_rows, 64))).astype(np.float32), blob
 
 
-def _grid(centroids: Floats) -> Grid:
-    return build_grid(centroids, seed=0)
-
-
 def test_cells_leave_a_small_part_of_the_variance() -> None:
     rows, _ = _blobs(2000, 8)
     centroids = train_centroids(rows, 64, seed=0)
-    cells = assign_cells(rows, _grid(centroids), 1).cells[:, 0]
+    cells = assign_cells(rows, centroids, 1).cells[:, 0]
     assert 48 <= np.unique(cells).size == len(centroids) <= 72
     assert ((rows - centroids[cells]) ** 2).sum() < 0.02 * ((rows - rows.mean(0)) ** 2).sum()
 
@@ -48,7 +41,7 @@ def test_centroids_are_the_same_for_the_same_seed() -> None:
 def test_centroids_are_means_of_their_cells() -> None:
     rows, _ = _blobs(3000, 5)
     centroids = train_centroids(rows, 5, seed=1)
-    cells = assign_cells(rows, _grid(centroids), 1).cells[:, 0]
+    cells = assign_cells(rows, centroids, 1).cells[:, 0]
     means = np.stack([rows[cells == cell].mean(axis=0) for cell in range(5)])
     np.testing.assert_allclose(centroids, means, atol=0.2)  # few iterations
 
@@ -78,7 +71,7 @@ def test_cells_are_the_nearest_in_order(offset: float, n_rows: int) -> None:
     centroids, _ = _blobs(40, 9, offset)
     gaps = rows[:, None].astype(np.float64) - centroids[None].astype(np.float64)
     distances = (gaps**2).sum(axis=2)
-    cells = assign_cells(rows, _grid(centroids), 5).cells
+    cells = assign_cells(rows, centroids, 5).cells
     assert cells.dtype == np.int32
     found = np.take_along_axis(distances, cells.astype(np.int64), axis=1)
     np.testing.assert_allclose(found, np.sort(distances, axis=1)[:, :5], rtol=1e-4)
@@ -87,15 +80,16 @@ def test_cells_are_the_nearest_in_order(offset: float, n_rows: int) -> None:
 def test_cells_do_not_depend_on_the_batch() -> None:
     rows, _ = _blobs(500, 9)
     centroids = train_centroids(rows, 12, seed=0)
-    grid = _grid(centroids)
-    whole = assign_cells(rows, grid, 3).cells
-    parts = [assign_cells(rows[start : start + 7], grid, 3).cells for start in range(0, 500, 7)]
+    whole = assign_cells(rows, centroids, 3).cells
+    parts = [
+        assign_cells(rows[start : start + 7], centroids, 3).cells for start in range(0, 500, 7)
+    ]
     np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
 def test_no_rows_have_no_cells() -> None:
     none = np.empty((0, 64), dtype=np.float32)
-    assert assign_cells(none, _grid(_blobs(4, 2)[0]), 2).cells.shape == (0, 2)
+    assert assign_cells(none, _blobs(4, 2)[0], 2).cells.shape == (0, 2)
 
 
 def test_impossible_numbers_are_refused() -> None:
@@ -103,38 +97,10 @@ def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="11 cells cannot be trained on 10 rows"):
         train_centroids(rows, 11, seed=0)
     with pytest.raises(ValueError, match="overlap 4 with 3 cells"):
-        assign_cells(rows, _grid(rows[:3]), 4)
+        assign_cells(rows, rows[:3], 4)
     rows[6] = 1e30
     with pytest.raises(ValueError, match="that are not finite in float32"):
-        assign_cells(rows, _grid(rows[:3]), 2)
-
-
-def test_many_cells_are_found_through_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = np.random.default_rng(0).normal(size=(3000, 8)).astype(np.float32)
-    centroids = train_centroids(rows, 400, seed=0)
-    monkeypatch.setattr(kernel, "_FLAT_GRID", 120)
-    grid = _grid(centroids)
-    assert len(grid.regions) > 30
-    assert sorted(grid.centroids.tolist()) == sorted(centroids.tolist())
-    found, near = assign_cells(rows, grid, 3)
-    gaps = ((rows[:, None].astype(np.float64) - grid.centroids[None]) ** 2).sum(axis=2)
-    exact = np.argsort(gaps, axis=1)[:, :3]
-    assert 0.85 < (found == exact).mean() < 1  # noise: the hardest for a short cut
-    taken = np.take_along_axis(gaps, found.astype(np.int64), axis=1)
-    np.testing.assert_allclose(near, taken, rtol=1e-3, atol=1e-6)
-    assert (np.diff(near, axis=1) >= 0).all()
-    parts = [assign_cells(rows[start : start + 7], grid, 3).cells for start in range(0, 3000, 7)]
-    np.testing.assert_array_equal(found, np.concatenate(parts))
-
-
-def test_regions_with_too_few_cells_leave_places_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_FLAT_GRID", 10)
-    rows = np.random.default_rng(0).normal(size=(500, 8)).astype(np.float32)
-    grid = _grid(rows[:100])
-    cells, distances = assign_cells(rows, grid, 90)
-    assert ((cells < 0) == np.isinf(distances)).all()
-    assert (cells[:, 0] >= 0).all()
-    assert (cells[:, -1] < 0).all()
+        assign_cells(rows, rows[:3], 2)
 
 
 def test_a_centroid_between_all_groups_is_given_up() -> None:
@@ -144,7 +110,7 @@ def test_a_centroid_between_all_groups_is_given_up() -> None:
     grouped = np.repeat(groups, 80, axis=0) + 0.1 * rng.normal(size=(4800, 128))
     rows = np.concatenate([grouped, 0.3 * rng.normal(size=(40, 128))]).astype(np.float32)
     centroids = train_centroids(rows, 120, seed=0)
-    cells = assign_cells(rows, _grid(centroids), 4).cells
+    cells = assign_cells(rows, centroids, 4).cells
     assert np.bincount(cells.ravel()).max() <= 8 * 4 * 4840 / 120
 
 
@@ -154,7 +120,7 @@ def test_large_cells_are_split_and_small_ones_given_up() -> None:
     far = rng.normal(size=(20, 4)) * 100  # rows of their own, which k-means likes to single out
     rows = np.concatenate([crowd, far]).astype(np.float32)
     centroids = train_centroids(rows, 50, seed=0)
-    cells = assign_cells(rows, _grid(centroids), 1).cells[:, 0]
+    cells = assign_cells(rows, centroids, 1).cells[:, 0]
     counts = np.bincount(cells, minlength=len(centroids))
     assert counts.max() < 8 * 5020 / 50
     assert counts.min() >= 5020 / 50 / 8

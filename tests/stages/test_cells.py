@@ -47,7 +47,7 @@ def decide(rows: Floats, settings: CellSettings) -> Option:
 
 def true_coverage(rows: Floats, option: Option, k: int = 15) -> float:
     """Share of the true k nearest of all rows that share a cell."""
-    found = trim_cells(assign_cells(rows, option.grid, option.overlap), option.reach)
+    found = trim_cells(assign_cells(rows, option.centroids, option.overlap), option.reach)
     queries = np.arange(0, len(rows), 10)
     gaps = (rows[queries, None].astype(np.float64) - rows[None]) ** 2
     near = np.argsort(gaps.sum(axis=2), axis=1)[:, 1 : k + 1]
@@ -72,27 +72,27 @@ def test_a_higher_recall_costs_more() -> None:
 
 
 def test_where_cells_cost_more_than_they_save_there_is_one() -> None:
-    assert len(decide(hard_rows(6000), config(0.99)).grid.centroids) == 1
+    assert len(decide(hard_rows(6000), config(0.99)).centroids) == 1
 
 
 def test_a_few_rows_are_one_cell() -> None:
     option = decide(hard_rows(500), config())
-    assert len(option.grid.centroids) == option.overlap == option.coverage == 1
+    assert len(option.centroids) == option.overlap == option.coverage == 1
 
 
 @pytest.mark.parametrize("n_rows", [2, 3, 4, 5, 17])
 def test_so_few_rows_are_one_cell_too(n_rows: int) -> None:
     settings = CellSettings(n_rows - 1, "euclidean", 0.95, None, None, 512 << 20, seed=0)
-    assert len(decide(hard_rows(n_rows), settings).grid.centroids) == 1
+    assert len(decide(hard_rows(n_rows), settings).centroids) == 1
 
 
 def test_what_the_job_fixes_is_kept() -> None:
     rows = hard_rows(6000)
     both = decide(rows, config(cells=40, overlap=2))
-    assert (len(both.grid.centroids), both.overlap) == (40, 2)
+    assert (len(both.centroids), both.overlap) == (40, 2)
     assert both.coverage < 0.95  # as asked for, and said
     only_cells = decide(rows, config(cells=40))
-    assert len(only_cells.grid.centroids) == 40
+    assert len(only_cells.centroids) == 40
     assert only_cells.coverage - only_cells.error >= 0.95
     assert decide(rows, config(overlap=3)).overlap == 3
 
@@ -101,6 +101,7 @@ def test_options_run_from_fine_cells_to_one() -> None:
     assert count_options(config(), 4096, 4096) == [1]
     assert count_options(config(), 100_000, 12_500) == [781, 195, 48, 12, 3, 1]
     assert count_options(config(), 100_000, 800)[0] == 100  # eight rows a centroid at the least
+    assert count_options(config(), 10**8, 10**8)[0] == cells.MOST_CELLS
     assert count_options(config(cells=7), 100_000, 12_500) == [7]
 
 
@@ -140,13 +141,14 @@ def test_buckets_hold_what_the_memory_holds() -> None:
     large = decide(rows, config(0.8, cells=100, overlap=2))
     assert large.groups.max() + 1 == cells.LEAST_BUCKETS
     assert small.groups.max() >= large.groups.max()
-    found = small.groups[assign_cells(rows, small.grid, 2).cells]
+    found = small.groups[assign_cells(rows, small.centroids, 2).cells]
     _, buckets = rows_by_bucket(found)
     assert np.bincount(buckets).max() <= 1500 * 1.1  # estimated on half of the rows
 
 
 def test_sizes_follow_the_memory() -> None:
-    assert count_drawn(config(), 10**9, 128) == (256 << 20) // 512
+    assert count_drawn(config(), 10**9, 128) == 2 * 16 * 8192
+    assert count_drawn(config(), 10**9, 1024) == (256 << 20) // 4096
     assert count_drawn(config(), 3000, 128) == 3000
     assert assign_rows(config(), 60_000, 784) == 7500
     assert assign_rows(config(), 10**9, 512) * 2 * 16 * (512 + 72) <= 512 << 20
