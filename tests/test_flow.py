@@ -18,16 +18,14 @@ from encoders.artifact import Encoder
 from jobs import flow
 from jobs.cluster import DaskRunner
 from pipeline.config import Job
-from pipeline.errors import ConfigError, DamagedError, GateError, InputError
-from pipeline.manifest import Manifest, Timing, find_store
+from pipeline.errors import ConfigError, GateError, InputError
+from pipeline.manifest import Manifest, Timing
 from pipeline.stages import embed
-from pipeline.stores import BUCKET_FILE
 from tests.data import (
     LABELLED,
     Finished,
     Lake,
     Recorder,
-    digests,
     finish_run,
     make_blobs,
     make_job,
@@ -41,11 +39,9 @@ from tests.data import (
     write_parquet,
     write_zarr,
 )
-from tests.faults import flip_bit, remove, truncate
 from tests.stages.test_embed import LosesRows
 
 NAMES = [stage.name for stage in flow.STAGES]
-REWRITTEN = ("timing.json", "000001.json")  # times, and the commit of the partition done again
 QUICK: dict[str, Any] = {"train": {"steps": 4}, "gates": {"trustworthiness": None}}
 
 
@@ -211,60 +207,6 @@ def test_one_stage_alone_needs_those_before_it(tmp_path: Path) -> None:
     seen = Recorder()
     assert flow.run(job, one_try(), seen, "ingest") is None
     assert seen.ran == ["ingest"]
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_bit, remove])
-@pytest.mark.parametrize(("step", "group"), [("assign", "neighbors"), ("transpose", None)])
-def test_only_the_task_that_wrote_a_damaged_file_is_done_again(
-    step: str, group: str | None, damage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(flow.log, "warning", lambda text, *values: lines.append(text % values))
-    lake = write_parquet(tmp_path / "lake", make_blobs(600).vectors)
-    cells = {"cells": 5, "overlap": 2}
-    job = make_job(lake.path, tmp_path / "maps", neighbors=cells, **QUICK)
-    store = run_until(job, step)[step]
-    before = digests(Path(store.folder.url), REWRITTEN)
-    file = Path(store.folder.url) / store.records[1].key / BUCKET_FILE
-    damage(file)
-    seen = Recorder()
-    flow.run(job, one_try(), seen, group)
-    (again,) = seen.commits[step]
-    assert again.record.partition.index == 1
-    assert digests(Path(store.folder.url), REWRITTEN) == before
-    (line,) = lines
-    assert f"{file} is damaged" in line
-    assert line.endswith("; its task is done again")
-
-
-def test_a_file_that_stays_damaged_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lake = write_parquet(tmp_path / "lake", make_blobs(200).vectors)
-    job = make_job(lake.path, tmp_path / "maps", **QUICK)
-    store = run_until(job, "assign")["assign"]
-    file = Path(store.folder.url) / store.records[0].key / BUCKET_FILE
-    file.unlink()
-    monkeypatch.setattr(flow, "forget_part", lambda _: None)
-    with pytest.raises(
-        DamagedError, match=r"buckets.bin is damaged: it is missing; remove "
-    ) as error:
-        flow.run(job, one_try(), Recorder(), "neighbors")
-    assert error.value.exit_code == 4
-
-
-def test_a_stage_alone_leaves_the_stages_before_it_as_they_are(tmp_path: Path) -> None:
-    lake = write_parquet(tmp_path / "lake", make_blobs(200).vectors)
-    job = make_job(lake.path, tmp_path / "maps", **QUICK)
-    store = run_until(job, "transpose")["transpose"]
-    file = Path(store.folder.url) / store.records[0].key / BUCKET_FILE
-    neighbors = run_until(job, "neighbors")["neighbors"]
-    ids = Path(neighbors.folder.url) / neighbors.records[0].key / "arrays/ids/c/0/0"
-    ids.unlink()
-    with pytest.raises(DamagedError, match=r"ids/c/0/0 is damaged: it is missing; remove "):
-        flow.run(job, one_try(), Recorder(), "symmetrize")
-    assert file.exists()
-    assert find_store(neighbors.folder) is not None
 
 
 def test_status_tells_how_far_a_job_is(done: Finished, tmp_path: Path) -> None:

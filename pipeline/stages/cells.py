@@ -93,17 +93,8 @@ class Option(NamedTuple):
 
 def settings(job: Job) -> CellSettings:
     """The cells' settings."""
-    config = job.neighbors
-    memory = int(config.memory)
-    return CellSettings(
-        config.k,
-        config.metric,
-        config.recall,
-        config.cells,
-        config.overlap,
-        memory,
-        config.seed,
-    )
+    c = job.neighbors
+    return CellSettings(c.k, c.metric, c.recall, c.cells, c.overlap, int(c.memory), c.seed)
 
 
 def bucket_row_bytes(width: int, item_bytes: int, k: int) -> int:
