@@ -103,8 +103,8 @@ class Shape:
         return -(-self.n_train // self.graph_rows)
 
 
-# A worker process with Python, Arrow, Zarr, faiss and torch loaded, before any data.
-PROCESS_BYTES = 700 << 20
+# A worker process with Python, Arrow, Zarr, faiss, numba and torch loaded, before any data.
+PROCESS_BYTES = 800 << 20
 
 
 @dataclass(frozen=True)
