@@ -58,7 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=N_ROWS, help="generated rows")
     parser.add_argument("--data", type=Path, help="folder of the .npz files, for `workers`")
     parser.add_argument("--peers-python", default=sys.executable, help="Python that has the peers")
-    parser.add_argument("--rounds", type=int, default=3, help="counted rounds; 4M rows have one")
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
     return parser.parse_args()
 
 
@@ -107,7 +107,7 @@ class Bench:
     def growth(self) -> dict[str, Any]:
         """Ours on the generated rows and on four times as many."""
         small, large = self._generated(1), self._generated(GROWTH)
-        first, last = self._measure(small), self._measure(large, rounds=1)
+        first, last = self._measure(small), self._measure(large)
         ratio = last["warm_seconds"] / first["warm_seconds"]
         sizes = {small.title: first, large.title: last}
         return {"sizes": sizes, "ratio": ratio}
@@ -139,14 +139,11 @@ class Bench:
             self._lakes[title] = Lake(folder, rows, title, graph_recall.find_truth(rows, K))
         return self._lakes[title]
 
-    def _measure(
-        self, lake: Lake, workers: int = graph_job.WORKERS, rounds: int | None = None
-    ) -> dict[str, Any]:
+    def _measure(self, lake: Lake, workers: int = graph_job.WORKERS) -> dict[str, Any]:
         """Our figures on the lake; measured once, whichever parts want them."""
         if (lake.title, workers) not in self._measured:
             print(f"{lake.title}: {workers} workers", file=sys.stderr)
-            count = rounds or self._options.rounds
-            self._measured[lake.title, workers] = run_ours(lake, workers, count)
+            self._measured[lake.title, workers] = run_ours(lake, workers, self._options.rounds)
         return self._measured[lake.title, workers]
 
 

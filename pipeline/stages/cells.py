@@ -44,7 +44,7 @@ from pipeline.stores import Buckets
 EXACT_ROWS = 4096  # up to so many rows one cell costs less than choosing several
 FINEST_CELL = 128  # rows; smaller ones need so much overlap that nothing is won
 MOST_CELLS = 8192  # every row is compared with every centroid
-COARSER = 4  # times the rows of a cell, from one option to the next
+COARSER = 4  # times fewer cells, from one option to the next
 MOST_OVERLAP = 16
 ROWS_PER_CENTROID = 16
 COVERAGE_QUERIES = 1500
@@ -191,25 +191,19 @@ def make_probe(drawn: NDArray[np.float32], n_total: int, k: int) -> Probe:
 
 
 def choose(probe: Probe, config: CellSettings, row_bytes: int) -> Option:
-    """The cheapest option that reaches the recall and fits the memory.
-
-    From fine cells to coarse ones, as long as they become cheaper; then one cell.
-    """
+    """The cheapest option that reaches the recall and fits the memory; the likeliest come first."""
     best: Option | None = None
     tried: list[Option] = []
-    dearer = False
-    for n_cells in count_options(config, probe.n_total, len(probe.training)):
-        if dearer and n_cells > 1:
-            continue
+    counts = count_options(config, probe.n_total, len(probe.training))
+    for least, n_cells in sorted((_least_cost(n, probe, config.k), n) for n in counts):
+        if best is not None and best.cost <= least:
+            break
         centroids = train_centroids(probe.training, n_cells, config.seed)
         option = _weigh(centroids, probe, config, row_bytes)
         tried.append(option)
-        if not _fits(option, config, row_bytes):
-            break  # coarser cells need still more
-        if config.overlap is None and option.coverage - option.error < config.recall:
-            continue
-        dearer = best is not None and option.cost >= best.cost
-        best = best if dearer else option
+        cheaper = best is None or option.cost < best.cost
+        if cheaper and _suffices(option, config) and _fits(option, config, row_bytes):
+            best = option
     if best is None:
         raise ConfigError(_explain(tried, config, row_bytes))
     return best
@@ -221,11 +215,10 @@ def count_options(config: CellSettings, n_rows: int, n_drawn: int) -> list[int]:
         return [min(config.cells, n_drawn)]
     if n_rows <= EXACT_ROWS:
         return [1]
-    counts, cell_rows = [], FINEST_CELL
-    while cell_rows < n_rows:
-        counts.append(min(n_rows // cell_rows, n_drawn // 8, MOST_CELLS))
-        cell_rows *= COARSER
-    return [*counts, 1]
+    counts = [min(n_rows // FINEST_CELL, n_drawn // 8, MOST_CELLS)]
+    while counts[-1] >= COARSER:
+        counts.append(counts[-1] // COARSER)
+    return counts if counts[-1] == 1 else [*counts, 1]
 
 
 def _weigh(
@@ -241,7 +234,7 @@ def _weigh(
     assigned = assign_cells(probe.rows, centroids, overlap)
     mean, error, reach = float(means[overlap - 1]), float(errors[overlap - 1]), UNLIMITED
     if len(reached) and config.overlap is None and overlap > 1:
-        pairs = _cut(queries, overlap), _cut(near, overlap)
+        pairs = [Assigned(cells[:, :overlap], far[:, :overlap]) for cells, far in (queries, near)]
         mean, error, reach = _find_reach(pairs, config.recall) or (mean, error, reach)
     cells = trim_cells(assigned, reach)
     scale = probe.n_total / len(probe.rows)
@@ -249,10 +242,6 @@ def _weigh(
     groups, bucket_rows = _make_buckets(centroids, cells, counts, config.memory / row_bytes)
     cost = _cost(counts, probe.n_total, centroids.shape[1], config.k)
     return Option(centroids, overlap, reach, mean, error, cost, groups, int(bucket_rows * scale))
-
-
-def _cut(assigned: Assigned, overlap: int) -> Assigned:
-    return Assigned(assigned.cells[:, :overlap], assigned.distances[:, :overlap])
 
 
 def _measure(
@@ -263,9 +252,7 @@ def _measure(
     return shares.mean(axis=0), shares.std(axis=0) / len(shares) ** 0.5
 
 
-def _find_reach(
-    pairs: tuple[Assigned, Assigned], recall: float
-) -> tuple[float, float, float] | None:
+def _find_reach(pairs: list[Assigned], recall: float) -> tuple[float, float, float] | None:
     """Coverage, its error and the least reach that suffices, if not all rows need the last cell."""
     first, last = pairs[0].distances[:, 0], pairs[0].distances[:, -1]
     for reach in np.quantile(last / np.maximum(first, 1e-30), PART_OF_ROWS).tolist():
@@ -280,6 +267,12 @@ def _cost(counts: NDArray[np.float64], n_rows: int, width: int, k: int) -> float
     pairs, copies = float((counts**2).sum()) / n_rows, float(counts.sum()) / n_rows
     search = pairs * (0.0165 * width + 0.8) + copies * (1.5 * width + 60 * k + 1000)
     return float(search + len(counts) * 0.022 * width)
+
+
+def _least_cost(n_cells: int, probe: Probe, k: int) -> float:
+    """The cost if all cells were equal and did not overlap."""
+    counts = np.full(n_cells, probe.n_total / n_cells)
+    return _cost(counts, probe.n_total, probe.rows.shape[1], k)
 
 
 def _make_buckets(
@@ -318,6 +311,10 @@ def rows_by_bucket(
     return rows[order], found[order]
 
 
+def _suffices(option: Option, config: CellSettings) -> bool:
+    return config.overlap is not None or option.coverage - option.error >= config.recall
+
+
 def _fits(option: Option, config: CellSettings, row_bytes: int) -> bool:
     return option.bucket_rows * row_bytes <= config.memory
 
@@ -325,14 +322,16 @@ def _fits(option: Option, config: CellSettings, row_bytes: int) -> bool:
 def _explain(tried: list[Option], config: CellSettings, row_bytes: int) -> str:
     """What was tried in vain, as one line."""
     fitting = [option for option in tried if _fits(option, config, row_bytes)]
-    needed = tried[-1].bucket_rows * row_bytes // (1 << 20) + 1
+    sufficient = [option for option in tried if _suffices(option, config)] or tried
+    smallest = min(sufficient, key=lambda option: option.bucket_rows)
+    needed = smallest.bucket_rows * row_bytes // (1 << 20) + 1
     memory = f"needs {needed} MiB a task, neighbors.memory is {config.memory >> 20} MiB"
     if not fitting:
-        what = f"{_name(tried[-1])} (finds {tried[-1].coverage:.3f})"
+        what = f"{_name(smallest)} (finds {smallest.coverage:.3f})"
         return f"neighbors: {what} {memory}; raise it to {needed}MiB or lower neighbors.recall"
     best = max(fitting, key=lambda option: option.coverage)
     short = config.recall - best.coverage + best.error
-    more = "" if len(fitting) == len(tried) else f"; {_name(tried[-1])} {memory}"
+    more = "" if len(fitting) == len(tried) else f"; {_name(smallest)} {memory}"
     return (
         f"neighbors: recall {config.recall:g} is not reached: {_name(best)} finds "
         f"{best.coverage:.3f} ± {best.error:.3f}, {short:.3f} too little{more}; "
