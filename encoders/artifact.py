@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from encoders.fit import Array, Preprocessing
-from encoders.networks import NetworkConfig, build_network, empty_linear
+from encoders.networks import NetworkConfig, build_network
+from encoders.preprocessing import Array, Preprocessing
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS_FILE = "encoder.safetensors"
 HEADER_FILE = "encoder.json"
 EMBED_BATCH = 2048  # 1k to 4k rows are fastest on a CPU; more leave the cache
@@ -37,11 +37,15 @@ class ArtifactError(ValueError):
 class Encoder:
     """A trained network with its preprocessing; `info` is JSON that does not touch the map."""
 
-    n_inputs: int
     config: NetworkConfig
     preprocessing: Preprocessing
     network: torch.nn.Module
     info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_inputs(self) -> int:
+        """Columns of a row."""
+        return self.preprocessing.n_inputs
 
     def embed(self, rows: Array) -> Array:
         """(n, 2) float32 map positions of (n, n_inputs) rows of any dtype.
@@ -82,16 +86,20 @@ class Encoder:
         """The encoder in the files, once format, digests and shapes are found to be right."""
         header = _checked_header(files)
         config = NetworkConfig(**header["architecture"])
-        n_inputs = int(header["n_inputs"])
-        network = build_network(config, n_inputs).eval()
-        tensors = _checked_tensors(files[WEIGHTS_FILE], network, n_inputs)
+        if config.shape is not None:
+            config = replace(config, shape=tuple(config.shape))
+        n_inputs, n_components = int(header["n_inputs"]), header["preprocessing"]["components"]
+        network = build_network(config, n_components or n_inputs).eval()
+        tensors = _checked_tensors(files[WEIGHTS_FILE], network, n_inputs, n_components)
+        components = tensors.pop("preprocessing.components", None)
         preprocessing = Preprocessing(
             tensors.pop("preprocessing.centre").numpy().copy(),
             float(tensors.pop("preprocessing.scale")),
             bool(header["preprocessing"]["normalize"]),
+            None if components is None else components.numpy().copy(),
         )
         network.load_state_dict({name.removeprefix("network."): t for name, t in tensors.items()})
-        return cls(n_inputs, config, preprocessing, network, header["info"])
+        return cls(config, preprocessing, network, header["info"])
 
     def save(self, folder: Path) -> None:
         """Write the artefact into the folder, which is made if it is not there."""
@@ -110,29 +118,37 @@ class Encoder:
         tensors = {f"network.{name}": t for name, t in self.network.state_dict().items()}
         tensors["preprocessing.centre"] = torch.from_numpy(self.preprocessing.centre)
         tensors["preprocessing.scale"] = torch.tensor(self.preprocessing.scale, dtype=torch.float64)
+        if self.preprocessing.components is not None:
+            tensors["preprocessing.components"] = torch.from_numpy(self.preprocessing.components)
         return save_tensors(tensors)
 
     def _header(self, weights: bytes) -> dict[str, Any]:
         """What the weights alone do not say, and their digest."""
+        steps = self.preprocessing
+        n_components = None if steps.components is None else steps.n_outputs
         return {
             "format": FORMAT,
             "architecture": asdict(self.config),
-            "preprocessing": {"kind": "centre_scale", "normalize": self.preprocessing.normalize},
+            "preprocessing": {"normalize": steps.normalize, "components": n_components},
             "n_inputs": self.n_inputs,
             "weights_sha256": hashlib.sha256(weights).hexdigest(),
         }
 
     @cached_property
     def _padded(self) -> torch.nn.Module:
-        """The network with every width rounded up to WIDTH_UNIT; what is added is zero."""
-        return _pad_linears(copy.deepcopy(self.network)).eval()
+        """From standardised rows to positions, by products that do not depend on the place."""
+        network = _pad_linears(copy.deepcopy(self.network))
+        components = self.preprocessing.components
+        if components is None:
+            return network.eval()
+        projection = torch.from_numpy(components.T)
+        bias = torch.zeros(len(projection))
+        return torch.nn.Sequential(_PaddedLinear(projection, bias), network).eval()
 
     def _place(self, batch: torch.Tensor) -> torch.Tensor:
         """(EMBED_BATCH, 2) positions of a full batch."""
-        ready = self.preprocessing.apply(batch)
-        short = -self.n_inputs % WIDTH_UNIT
-        outputs: torch.Tensor = self._padded(torch.nn.functional.pad(ready, (0, short)))
-        return outputs[:, :2]
+        placed: torch.Tensor = self._padded(self.preprocessing.standardize(batch))
+        return placed
 
 
 def set_threads(n: int) -> None:
@@ -177,7 +193,7 @@ def _checked_header(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _checked_tensors(
-    weights: bytes, network: torch.nn.Module, n_inputs: int
+    weights: bytes, network: torch.nn.Module, n_inputs: int, n_components: int | None
 ) -> dict[str, torch.Tensor]:
     """The tensors of an artefact, whose names and shapes are those its header implies."""
     try:
@@ -186,6 +202,8 @@ def _checked_tensors(
         raise ArtifactError(f"encoder: {WEIGHTS_FILE}: {error}; copy the artefact again") from error
     needed = {f"network.{name}": tuple(t.shape) for name, t in network.state_dict().items()}
     needed |= {"preprocessing.centre": (n_inputs,), "preprocessing.scale": ()}
+    if n_components is not None:
+        needed["preprocessing.components"] = (n_inputs, n_components)
     for name in sorted(needed.keys() | tensors.keys()):
         found = tuple(tensors[name].shape) if name in tensors else "missing"
         if found != needed.get(name, "absent"):
@@ -196,21 +214,29 @@ def _checked_tensors(
     return tensors
 
 
+class _PaddedLinear(torch.nn.Module):
+    """A linear layer whose product has widths that are multiples of WIDTH_UNIT, padded by zeros."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self._n_outputs = len(weight)
+        outputs, self._short = (-width % WIDTH_UNIT for width in weight.shape)
+        self._weight = torch.nn.functional.pad(weight.detach(), (0, self._short, 0, outputs))
+        self._bias = torch.nn.functional.pad(bias.detach(), (0, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the layer itself would give, but for the order of the additions."""
+        if self._short:
+            x = torch.nn.functional.pad(x, (0, self._short))
+        outputs: torch.Tensor = torch.nn.functional.linear(x, self._weight, self._bias)
+        return outputs[..., : self._n_outputs]
+
+
 def _pad_linears(module: torch.nn.Module) -> torch.nn.Module:
     """The module with its linear layers, at any depth, replaced by padded ones."""
     if isinstance(module, torch.nn.Linear):
-        return _pad_linear(module)
+        bias = torch.zeros(module.out_features) if module.bias is None else module.bias
+        return _PaddedLinear(module.weight, bias)
     for name, child in module.named_children():
         setattr(module, name, _pad_linears(child))
     return module
-
-
-def _pad_linear(layer: torch.nn.Linear) -> torch.nn.Linear:
-    """The layer with zero weights added until its widths are multiples of WIDTH_UNIT."""
-    n_outputs, n_inputs = (width + -width % WIDTH_UNIT for width in layer.weight.shape)
-    padded = empty_linear(n_inputs, n_outputs)
-    with torch.no_grad():
-        for target, source in ((padded.weight, layer.weight), (padded.bias, layer.bias)):
-            target.zero_()
-            target[tuple(slice(size) for size in source.shape)] = source
-    return padded

@@ -1,15 +1,57 @@
-"""Objectives on one batch of map positions: the loss, its gradient in closed form, and the clip."""
+"""Objectives on one batch of map positions: the loss, its gradient in closed form, and the clip.
 
-from typing import NamedTuple
+A batch comes in one of three kinds:
+edges      heads and tails of edges; each end is attracted by the other, repelled by the batch
+negatives  heads, tails and each head's negatives, which alone repel it: the papers of LargeVis and
+           UMAP
+points     rows and their affinities to one another: the paper's t-SNE, for small samples
 
+The pairwise clip acts where a gradient can grow without bound. In LargeVis and UMAP that is a
+pair's dL/dd2, infinite where two points meet; in t-SNE every pair is bounded, but not the sum over
+the many pairs of a hub, so there it is dL/dy. Both are in the unit of one point's own loss.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
 import torch
 
+Kind = Literal["tsne", "largevis", "umap"]
+BatchKind = Literal["edges", "negatives", "points"]
 
-class PairLoss(NamedTuple):
-    """A batch's loss and its gradient with respect to the positions, shaped like them."""
 
-    loss: float
-    gradient: torch.Tensor
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is minimised.
+
+    negatives: how many times a point's repulsion counts against one attraction (largevis, umap).
+    gamma: its weight. epsilon: added to d2 in what repels, so that it stays finite. min_dist and
+    spread: the distance below which points may touch, and the scale, of umap's curve.
+    """
+
+    kind: Kind = "tsne"
+    batches: BatchKind = "edges"
+    clip: float = 16.0
+    negatives: int = 5
+    gamma: float = 1.0
+    epsilon: float = 1e-3
+    min_dist: float = 0.1
+    spread: float = 1.0
+
+
+class Batch(NamedTuple):
+    """The points of one step by row number, (p,) int64; the parts are laid out by kind.
+
+    edges: B heads, B tails. negatives: B heads, B tails, then m negatives of the first head, ...
+    points: b rows; affinities, (b, b), are theirs.
+    """
+
+    rows: torch.Tensor
+    n_edges: int = 0
+    affinities: torch.Tensor | None = None
 
 
 class Clipped(NamedTuple):
@@ -20,7 +62,53 @@ class Clipped(NamedTuple):
     share: float
 
 
-def tsne_edges(y: torch.Tensor, rows: torch.Tensor, exaggeration: float) -> PairLoss:
+class PairLoss(NamedTuple):
+    """A batch's loss, its clipped gradient with respect to the positions, and what was clipped."""
+
+    loss: float
+    gradient: torch.Tensor
+    largest: float
+    share: float
+
+
+# Positions (p, 2), their batch, the exaggeration of the attraction.
+Objective = Callable[[torch.Tensor, Batch, float], PairLoss]
+
+
+class Curve(NamedTuple):
+    """w = 1 / (1 + a d^2b)."""
+
+    a: float
+    b: float
+
+
+CAUCHY = Curve(1.0, 1.0)  # t-SNE's and LargeVis's
+
+
+def build_objective(config: ObjectiveConfig) -> Objective:
+    """The objective of `config`."""
+    if config.kind == "tsne" and config.batches == "edges":
+        return lambda y, batch, e: tsne_edges(y, batch.rows, e, config.clip)
+    if config.kind == "tsne" and config.batches == "points":
+        return lambda y, batch, e: tsne_points(y, _affinities(batch), e, config.clip)
+    if config.kind not in ("largevis", "umap") or config.batches not in ("edges", "negatives"):
+        raise ValueError(
+            f"objective: {config.kind} with batches of {config.batches}; tsne takes edges or "
+            "points, largevis and umap take edges or negatives"
+        )
+    curve = fit_curve(config.min_dist, config.spread) if config.kind == "umap" else CAUCHY
+    attract_repel = pairs_in_batch if config.batches == "edges" else pairs_with_negatives
+    return lambda y, batch, e: attract_repel(y, batch, e, curve, config)
+
+
+def _affinities(batch: Batch) -> torch.Tensor:
+    assert batch.affinities is not None
+    return batch.affinities
+
+
+def tsne_edges(
+    y: torch.Tensor, rows: torch.Tensor, exaggeration: float, threshold: float = math.inf
+) -> PairLoss:
     """The row-normalised t-SNE loss of B edges drawn by P, and its gradient.
 
     y: (2B, 2) positions, heads then tails: point i is paired with point i+B.
@@ -33,10 +121,9 @@ def tsne_edges(y: torch.Tensor, rows: torch.Tensor, exaggeration: float) -> Pair
     S_i = sum of w_ik over points k of other rows, e the exaggeration.
     """
     b = len(y)
-    # L only sees differences; small coordinates keep R @ Y precise in float32. Not the mean: one
-    # point 1e12 away would take it along, and the gradients of all others would be rounding errors.
-    y = y - y.median(0).values
-    W = _weights(y, rows)  # (b, b)
+    y = _centred(y)
+    W = _squared_distances(y).add_(1).reciprocal_().fill_diagonal_(0)  # (b, b)
+    _clear_copies(W, rows)
     S = W.sum(1, keepdim=True)
     step = y - y.roll(b // 2, 0)
     w = 1 / (1 + step.square().sum(1, keepdim=True))  # of the drawn edges
@@ -48,23 +135,157 @@ def tsne_edges(y: torch.Tensor, rows: torch.Tensor, exaggeration: float) -> Pair
     sums = R @ torch.cat([torch.ones_like(s), y, s, s * y], 1)
     repulsion = y * (s * sums[:, :1] + sums[:, 3:4]) - (s * sums[:, 1:3] + sums[:, 4:])
     # Every edge counts twice, once from either end.
-    return PairLoss(float(loss), (4 * exaggeration * w * step - 2 * repulsion) / b)
+    cut = clip(4 * exaggeration * w * step - 2 * repulsion, threshold)
+    return PairLoss(float(loss), cut.gradient / b, cut.largest, cut.share)
 
 
-def _weights(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """(b, b) weights 1/(1+d^2) between points of different rows, 0 between points of one row.
+def tsne_points(
+    y: torch.Tensor, affinities: torch.Tensor, exaggeration: float, threshold: float = math.inf
+) -> PairLoss:
+    """The paper's mini-batch: KL(P || Q) of b rows, both normalised within the batch.
+
+    y: (b, 2). affinities: (b, b), symmetric, zero diagonal. The gradient is the paper's
+    4 sum_j (e p_ij - q_ij) w_ij (y_i - y_j); e, the exaggeration, multiplies P there alone.
+    """
+    total = affinities.sum()
+    if not total > 0:
+        raise ValueError(
+            f"objective: none of the {len(y)} rows of a batch are neighbors of one another; "
+            "raise batch, or train on batches of edges"
+        )
+    P = affinities / total
+    y = _centred(y)
+    W = _squared_distances(y).add_(1).reciprocal_().fill_diagonal_(0)
+    Q = W / W.sum()
+    known = P > 0
+    loss = (P[known] * (P[known] / Q[known].clamp_min(1e-30)).log()).sum()
+    C = (exaggeration * P - Q).mul_(W)
+    # A point's own loss is b times the mean's.
+    cut = clip(4 * len(y) * (C.sum(1, keepdim=True) * y - C @ y), threshold)
+    return PairLoss(float(loss), cut.gradient / len(y), cut.largest, cut.share)
+
+
+def pairs_in_batch(
+    y: torch.Tensor, batch: Batch, exaggeration: float, curve: Curve, config: ObjectiveConfig
+) -> PairLoss:
+    """LargeVis and UMAP on B edges whose 2B end points are one another's negatives.
+
+    L = mean_i[ -e log w_ij - m gamma / (2B - 1) sum_k log(1 - w_ik) ] with j the partner of i, k
+    the points of other rows, m the number of negatives: what m give on average, with less noise.
+    """
+    b = len(y)
+    y = _centred(y)
+    D = _squared_distances(y)
+    push, cost = _repel(D, curve, config.epsilon)
+    for M in (push, cost):
+        M.fill_diagonal_(0)
+        _clear_copies(M, batch.rows)
+    weight = config.negatives * config.gamma / (b - 1)
+    step = y - y.roll(b // 2, 0)
+    pull, gain = _attract(step.square().sum(1, keepdim=True), curve, config.epsilon)
+    loss = (exaggeration * gain).mean() + weight * cost.sum() / b
+    # A pair stands in the mean of both its points; so does an edge.
+    pushed = clip(push.mul_(2 * weight), config.clip)
+    pulled = clip(pull.mul_(2 * exaggeration), config.clip)
+    C = pushed.gradient
+    gradient = 2 * (pulled.gradient * step - (C.sum(1, keepdim=True) * y - C @ y))
+    share = (pushed.share * C.numel() + pulled.share * b) / (C.numel() + b)
+    return PairLoss(float(loss), gradient / b, max(pushed.largest, pulled.largest), share)
+
+
+def pairs_with_negatives(
+    y: torch.Tensor, batch: Batch, exaggeration: float, curve: Curve, config: ObjectiveConfig
+) -> PairLoss:
+    """LargeVis and UMAP on B edges, each head with the m negatives drawn for it.
+
+    L = mean_e[ -e log w_ht - gamma sum_n log(1 - w_hn) ].
+    """
+    n_edges = batch.n_edges
+    y = _centred(y)
+    heads, tails = y[:n_edges], y[n_edges : 2 * n_edges]
+    negatives = y[2 * n_edges :].view(n_edges, -1, y.shape[1])
+    toward, away = heads - tails, heads[:, None] - negatives
+    pull, gain = _attract(toward.square().sum(1, keepdim=True), curve, config.epsilon)
+    push, cost = _repel(away.square().sum(2, keepdim=True), curve, config.epsilon)
+    pulled = clip(pull.mul_(exaggeration), config.clip)
+    pushed = clip(push.mul_(config.gamma), config.clip)
+    loss = (exaggeration * gain.sum() + config.gamma * cost.sum()) / n_edges
+    attraction, repulsion = 2 * pulled.gradient * toward, 2 * pushed.gradient * away
+    parts = [attraction - repulsion.sum(1), -attraction, repulsion.reshape(-1, y.shape[1])]
+    n_pairs = pull.numel() + push.numel()
+    share = (pulled.share * pull.numel() + pushed.share * push.numel()) / n_pairs
+    gradient = torch.cat(parts) / n_edges
+    return PairLoss(float(loss), gradient, max(pulled.largest, pushed.largest), share)
+
+
+def _attract(D: torch.Tensor, curve: Curve, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """d(-log w)/dd2 and -log w at squared distances D."""
+    if curve == CAUCHY:
+        return 1 / (1 + D), (1 + D).log()
+    shifted = D + epsilon  # b may be below 1: the slope is infinite at 0
+    powered = curve.a * shifted**curve.b
+    slope = curve.a * curve.b * shifted ** (curve.b - 1) / (1 + powered)
+    return slope, (1 + powered).log()
+
+
+def _repel(D: torch.Tensor, curve: Curve, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """-d(-log(1 - w))/dd2, which is positive, and -log(1 - w), at squared distances D + epsilon."""
+    shifted = D + epsilon
+    powered = shifted if curve == CAUCHY else curve.a * shifted**curve.b
+    return curve.b / (shifted * (1 + powered)), torch.log1p(1 / powered)
+
+
+def fit_curve(min_dist: float, spread: float) -> Curve:
+    """The a and b whose w is nearest to 1 up to min_dist, then exp(-(d - min_dist) / spread)."""
+    if not 0 <= min_dist < 3 * spread:
+        raise ValueError(
+            f"objective: min_dist {min_dist:g} with spread {spread:g}; "
+            "min_dist must be from 0 to 3 times the spread"
+        )
+    d = np.linspace(0, 3 * spread, 300)
+    wanted = np.where(d < min_dist, 1.0, np.exp(-(d - min_dist) / spread))
+    d, wanted = d[1:], wanted[1:]  # at 0 every curve is 1
+    log_a, b = -2 * math.log(spread), 1.0
+    for _ in range(100):  # Gauss and Newton, in log a and b
+        powered = np.exp(log_a + 2 * b * np.log(d))
+        w = 1 / (1 + powered)
+        slopes = -(powered * w**2)[:, np.newaxis] * np.column_stack(
+            [np.ones_like(d), 2 * np.log(d)]
+        )
+        change, *_ = np.linalg.lstsq(slopes, wanted - w, rcond=None)
+        change *= min(1.0, 0.5 / np.abs(change).max()) if change.any() else 1.0
+        log_a, b = log_a + float(change[0]), b + float(change[1])
+    return Curve(math.exp(log_a), b)
+
+
+def _centred(y: torch.Tensor) -> torch.Tensor:
+    """The positions about their median.
+
+    Losses only see differences; small coordinates keep products precise in float32. Not the mean:
+    one point 1e12 away would take it along, and the gradients of all others would be rounding.
+    """
+    return y - y.median(0).values
+
+
+def _squared_distances(y: torch.Tensor) -> torch.Tensor:
+    """(b, b) squared distances.
 
     Differences, not |a|^2+|b|^2-2ab: that form loses close pairs to cancellation in float32.
     """
-    W = (y[:, :1] - y[:, 0]).square_()
+    D = (y[:, :1] - y[:, 0]).square_()
     across = y[:, 1:] - y[:, 1]
-    W.addcmul_(across, across).add_(1).reciprocal_().fill_diagonal_(0)
-    # Only rows that stand in the batch twice are compared: a (b, b) mask costs 1.5 ms at b=1024.
+    return D.addcmul_(across, across)
+
+
+def _clear_copies(M: torch.Tensor, rows: torch.Tensor) -> None:
+    """Set the entries of M, (b, b), between points of one row to 0.
+
+    Only rows that stand in the batch twice are compared: a (b, b) mask costs 1.5 ms at b=1024.
+    """
     _, number, count = torch.unique(rows, return_inverse=True, return_counts=True)
     repeated = (count[number] > 1).nonzero()[:, 0]
     left, right = (number[repeated, None] == number[repeated]).nonzero(as_tuple=True)
-    W[repeated[left], repeated[right]] = 0
-    return W
+    M[repeated[left], repeated[right]] = 0
 
 
 def clip(gradient: torch.Tensor, threshold: float) -> Clipped:

@@ -22,6 +22,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+export = typer.Typer(help="Write the published encoder for other systems.", no_args_is_help=True)
+app.add_typer(export, name="export")
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (YAML).")]
 Overrides = Annotated[
     list[str] | None,
@@ -142,22 +145,53 @@ def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False
 @app.command()
 def report(job_file: JobFile, overrides: Overrides = None) -> None:
     """Print the published map's figures and where its report is."""
-    from jobs.tables import current_run
     from pipeline.config import load_job
-    from pipeline.errors import InputError
-    from pipeline.stores import Folder
 
-    job = load_job(job_file, overrides or ())
-    current = current_run(job.output)
-    if current is None:
-        raise InputError(f"{job.output}: no published map; lakemap run {job_file} makes one")
-    folder = Folder(job.output).join(f"runs/{current}")
+    folder = _published(load_job(job_file, overrides or ()), job_file)
     metrics = json.loads(folder.get("metrics.json"))
     typer.echo(_headline(metrics))
     for key, value in metrics.items():
         typer.echo(f"  {key}: {value}")
     typer.echo(f"picture: {folder.url}/map.png")
     typer.echo(f"report:  {folder.url}/report.html")
+
+
+@export.command("onnx")
+def export_onnx(
+    job_file: JobFile,
+    target: Annotated[Path, typer.Option("--to", help="The file.")] = Path("encoder.onnx"),
+    overrides: Overrides = None,
+) -> None:
+    """Write the published encoder as an ONNX model: raw float32 rows in, positions out."""
+    from encoders.artifact import ArtifactError, Encoder
+    from encoders.export import to_onnx
+    from pipeline.config import load_job
+    from pipeline.errors import InputError
+
+    folder = _published(load_job(job_file, overrides or ()), job_file)
+    names = ("encoder.safetensors", "encoder.json")
+    try:
+        encoder = Encoder.from_files({name: folder.get(f"model/{name}") for name in names})
+        content = to_onnx(encoder)
+    except (ArtifactError, ValueError) as error:
+        raise InputError(f"{folder.url}: {error}") from error
+    try:
+        target.write_bytes(content)
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error}); give another --to") from error
+    typer.echo(f"wrote {target}: rows (n, {encoder.n_inputs}) float32 to positions (n, 2)")
+
+
+def _published(job: Any, job_file: Path) -> Any:
+    """The folder of the published run."""
+    from jobs.tables import current_run
+    from pipeline.errors import InputError
+    from pipeline.stores import Folder
+
+    current = current_run(job.output)
+    if current is None:
+        raise InputError(f"{job.output}: no published map; lakemap run {job_file} makes one")
+    return Folder(job.output).join(f"runs/{current}")
 
 
 def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:

@@ -302,7 +302,7 @@ def _check_after(name: str, manifest: Manifest, job: Job) -> None:
     if name == "sample":
         _check_enough(job, manifest.n_rows, "rows to train on")
         _check_measuring(job, manifest)
-    probabilities = name == "symmetrize" and job.affinity.kind == "gaussian"
+    probabilities = name == "symmetrize" and job.affinity_kind == "gaussian"
     if probabilities and abs(manifest.metrics["mass"] - 1) > 1e-5:
         raise StageError(f"symmetrize: P sums to {manifest.metrics['mass']}, must be 1")
     if name in ("recall", "evaluate"):

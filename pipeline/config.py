@@ -60,10 +60,13 @@ class NeighborsConfig:
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
 class AffinityConfig:
-    """How strongly neighbours attract a row; `perplexity` is for kind gaussian alone."""
+    """How strongly neighbours attract a row; `perplexity` is for kind gaussian alone.
+
+    Without a kind it is umap for the objective umap, gaussian for the others.
+    """
 
     perplexity: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 15.0
-    kind: Literal["gaussian", "umap"] = "gaussian"
+    kind: Literal["gaussian", "umap"] | None = None
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
@@ -77,23 +80,48 @@ class EdgesConfig:
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
 class EncoderConfig:
-    """The network."""
+    """The network: residual, mlp, cnn (for images of `shape`) or package.module:name."""
 
-    kind: Literal["mlp"] = "mlp"
+    kind: str = "residual"
     hidden: Count = 256
     layers: Annotated[int, Field(ge=0)] = 3
+    shape: tuple[Count, ...] | None = None
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class PreprocessingConfig:
+    """What happens to a row before the network.
+
+    normalize: by default if the metric is cosine. pca: components kept, 0 for no projection; by
+    default 100 before the networks mlp and residual, none before others.
+    """
+
+    normalize: bool | None = None
+    centre: bool = True
+    scale: bool = True
+    pca: Annotated[int, Field(ge=0)] | None = None
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
 class TrainConfig:
-    """The training of the encoder."""
+    """The training of the encoder; `batch` counts points.
 
-    objective: Literal["tsne"] = "tsne"
+    gamma: weight of the repulsion, by default 7 for largevis and 1 for umap.
+    """
+
+    objective: Literal["tsne", "largevis", "umap"] = "tsne"
+    batches: Literal["edges", "negatives", "points"] = "edges"
     encoder: EncoderConfig = EncoderConfig()
+    preprocessing: PreprocessingConfig = PreprocessingConfig()
     steps: Count = 3000
     batch: Annotated[int, Field(ge=4, multiple_of=2)] = 1024
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     learning_rate: Positive = 3e-3
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    gamma: Positive | None = None
+    min_dist: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    spread: Positive = 1.0
+    epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     exaggerated_share: Share = 0.5
     clip_pairwise: Positive = 16.0
@@ -149,6 +177,18 @@ class Job:
     evaluate: EvaluateConfig = EvaluateConfig()
     gates: GatesConfig = GatesConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def affinity_kind(self) -> Literal["gaussian", "umap"]:
+        """The affinities' kind, which follows the objective where it is not given."""
+        return self.affinity.kind or ("umap" if self.train.objective == "umap" else "gaussian")
+
+    @property
+    def edges_per_step(self) -> int:
+        """Edges that one training step consumes."""
+        batches, batch = self.train.batches, self.train.batch
+        points = {"edges": 2, "negatives": 2 + self.edges.negatives}.get(batches)
+        return 0 if points is None else max(1, batch // points)
 
 
 _JOB = TypeAdapter(Job)
@@ -255,18 +295,19 @@ def _kind(value: Any) -> str:
 def _check_together(job: Job, where: str) -> None:
     """Settings that are fine alone but not together."""
     perplexity, k = job.affinity.perplexity, job.neighbors.k
-    if job.affinity.kind == "gaussian" and 3 * perplexity > k:
+    if job.affinity_kind == "gaussian" and 3 * perplexity > k:
         needed = int(-(-3 * perplexity // 1))
         raise ConfigError(
             f"{where}: affinity.perplexity {perplexity:g} needs {needed} neighbors per row, "
             f"neighbors.k is {k}; raise neighbors.k or lower the perplexity to {k / 3:g}"
         )
-    needed_edges = job.train.steps * (job.train.batch // 2)
+    needed_edges = job.train.steps * job.edges_per_step
     if job.edges.samples is not None and job.edges.samples < needed_edges:
         raise ConfigError(
             f"{where}: edges.samples is {job.edges.samples}, training consumes {needed_edges} "
-            f"(train.steps x train.batch / 2); raise it or leave it out"
+            f"(train.steps x {job.edges_per_step} a step); raise it or leave it out"
         )
+    _check_training(job.train, where)
     if job.cluster.kind == "scheduler" and not job.cluster.address:
         raise ConfigError(
             f"{where}: cluster.kind scheduler needs cluster.address (tcp://host:8786)"
@@ -275,6 +316,38 @@ def _check_together(job: Job, where: str) -> None:
         raise ConfigError(
             f"{where}: input.partition_bytes is {job.input.partition_bytes}; "
             f"it must be 64KiB or more"
+        )
+
+
+def _check_training(train: TrainConfig, where: str) -> None:
+    """Settings of the training that do not go together."""
+    kind, shape = train.encoder.kind, train.encoder.shape
+    if kind not in ("residual", "mlp", "cnn") and ":" not in kind:
+        raise ConfigError(
+            f"{where}: train.encoder.kind is {kind!r}; it must be residual, mlp, cnn or "
+            "package.module:name"
+        )
+    if (kind == "cnn" or shape is not None) and len(shape or ()) not in (2, 3):
+        found = "missing" if shape is None else f"{list(shape)}"
+        raise ConfigError(
+            f"{where}: train.encoder.shape is {found}; it must be [height, width] or "
+            "[height, width, channels]"
+        )
+    allowed = ("edges", "points") if train.objective == "tsne" else ("edges", "negatives")
+    if train.batches not in allowed:
+        raise ConfigError(
+            f"{where}: train.batches is {train.batches!r}, the objective {train.objective} takes "
+            f"{' or '.join(allowed)}; change one of them"
+        )
+    if train.min_dist >= 3 * train.spread:
+        raise ConfigError(
+            f"{where}: train.min_dist is {train.min_dist:g} with train.spread {train.spread:g}; "
+            "it must be less than 3 times the spread"
+        )
+    if kind == "cnn" and train.preprocessing.pca:
+        raise ConfigError(
+            f"{where}: train.encoder.kind cnn needs whole images, train.preprocessing.pca is "
+            f"{train.preprocessing.pca}; leave one of them out"
         )
 
 

@@ -155,8 +155,11 @@ def test_input_and_output_are_enough(tmp_path: Path) -> None:
     assert job == Job(InputConfig(str(tmp_path / "lake")), str(tmp_path / "maps"))
     assert job.neighbors.k >= 3 * job.affinity.perplexity
     fit = FitConfig()
-    for name in ("learning_rate", "exaggerated_share", "clip_pairwise", "clip_layer", "steps"):
+    for name in ("learning_rate", "schedule", "exaggerated_share", "clip_layer", "steps"):
         assert getattr(job.train, name) == getattr(fit, name), name
+    for name in ("epsilon", "min_dist", "spread", "batches"):
+        assert getattr(job.train, name) == getattr(fit.objective, name), name
+    assert job.train.clip_pairwise == fit.objective.clip
     assert (job.gates.recall, job.gates.accuracy) == (0.9, None)
     assert (job.cluster.kind, job.cluster.retries) == ("local", 2)
 
@@ -237,8 +240,40 @@ def test_a_wrong_value_is_named(tmp_path: Path, setting: str, line: str) -> None
         ),
         (
             ["train.steps=10", "train.batch=8", "edges.samples=39"],
-            "edges.samples is 39, training consumes 40 (train.steps x train.batch / 2); "
+            "edges.samples is 39, training consumes 40 (train.steps x 4 a step); "
             "raise it or leave it out",
+        ),
+        (
+            ["train.batches=negatives"],
+            "train.batches is 'negatives', the objective tsne takes edges or points; "
+            "change one of them",
+        ),
+        (
+            ["train.objective=umap", "train.batches=points"],
+            "train.batches is 'points', the objective umap takes edges or negatives; "
+            "change one of them",
+        ),
+        (
+            ["train.min_dist=3"],
+            "train.min_dist is 3 with train.spread 1; it must be less than 3 times the spread",
+        ),
+        (
+            ["train.encoder.kind=rnn"],
+            "train.encoder.kind is 'rnn'; it must be residual, mlp, cnn or package.module:name",
+        ),
+        (
+            ["train.encoder.kind=cnn"],
+            "train.encoder.shape is missing; it must be [height, width] or "
+            "[height, width, channels]",
+        ),
+        (
+            ["train.encoder.shape=[784]"],
+            "train.encoder.shape is [784]; it must be [height, width] or [height, width, channels]",
+        ),
+        (
+            ["train.encoder={kind: cnn, shape: [2, 8]}", "train.preprocessing.pca=10"],
+            "train.encoder.kind cnn needs whole images, train.preprocessing.pca is 10; "
+            "leave one of them out",
         ),
         (
             ["cluster.kind=scheduler"],
@@ -344,5 +379,6 @@ def test_a_written_job_names_every_setting(tmp_path: Path) -> None:
     job = replace(load(tmp_path, SMALLEST), name="é")
     document: dict[str, Any] = yaml.safe_load(to_yaml(job))
     assert list(document) == list(Job.__dataclass_fields__)
-    assert document["train"]["encoder"] == {"kind": "mlp", "hidden": 256, "layers": 3}
+    encoder = {"kind": "residual", "hidden": 256, "layers": 3, "shape": None}
+    assert document["train"]["encoder"] == encoder
     assert "é" in to_yaml(job)

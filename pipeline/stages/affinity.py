@@ -29,8 +29,8 @@ class AffinitySettings:
 
 def settings(job: Job) -> AffinitySettings:
     """The affinity section, less what its kind does not use."""
-    config = job.affinity
-    return AffinitySettings(config.kind, config.perplexity if config.kind == "gaussian" else None)
+    kind = job.affinity_kind
+    return AffinitySettings(kind, job.affinity.perplexity if kind == "gaussian" else None)
 
 
 def estimate(job: Job, shape: Shape) -> Estimate:

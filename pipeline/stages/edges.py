@@ -45,9 +45,9 @@ class DrawSettings:
 
 
 def settings(job: Job) -> EdgeSettings:
-    """The edges section; samples default to what training consumes."""
-    consumed = job.train.steps * (job.train.batch // 2)
-    return EdgeSettings(job.edges.samples or consumed, job.edges.negatives, job.edges.seed)
+    """The edges section; samples default to what training consumes, one if that is none."""
+    consumed = job.train.steps * job.edges_per_step
+    return EdgeSettings(job.edges.samples or max(1, consumed), job.edges.negatives, job.edges.seed)
 
 
 def draw_settings(job: Job) -> DrawSettings:

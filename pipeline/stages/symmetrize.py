@@ -44,7 +44,7 @@ def transpose_settings(_: Job) -> TransposeSettings:
 
 def settings(job: Job) -> SymmetrizeSettings:
     """The kind of affinity."""
-    return SymmetrizeSettings(job.affinity.kind)
+    return SymmetrizeSettings(job.affinity_kind)
 
 
 def graph_entries(job: Job, shape: Shape) -> int:

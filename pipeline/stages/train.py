@@ -5,6 +5,7 @@ The task keeps a checkpoint in its store, so a killed run goes on where it was.
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from encoders.artifact import Encoder, set_threads
-from encoders.fit import DivergedError, FitConfig, Fitted, fit, fit_preprocessing
-from encoders.networks import NetworkConfig
+from encoders.fit import DivergedError, Draw, FitConfig, Fitted, Trained, fit
+from encoders.networks import NetworkConfig, build_network
+from encoders.objectives import ObjectiveConfig, build_objective
+from encoders.preprocessing import PreprocessingConfig, fit_preprocessing
+from pipeline.batches import EdgeBatches, Edges, PointBatches
 from pipeline.config import Job, TrainConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.symmetrize import SparseRows
 from pipeline.manifest import Part, Record, Store
 from pipeline.partitions import Partition
 from pipeline.runner import Report
@@ -27,9 +32,12 @@ log = logging.getLogger("lakemap")
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 10.0
-EDGES_IN_MEMORY = 1 << 18
 EXTENT_ROWS = 50_000
 STEPS_PER_REPORT = 20
+
+
+COMPONENTS = 100  # principal components that dense networks get by default
+GAMMA = {"tsne": 1.0, "largevis": 7.0, "umap": 1.0}  # the papers' own
 
 
 @dataclass(frozen=True)
@@ -38,44 +46,54 @@ class TrainSettings:
 
     train: TrainConfig
     metric: str
+    negatives: int
+    edges_per_step: int
 
 
 def settings(job: Job) -> TrainSettings:
-    """The train section, and the metric, which decides whether rows are normalised."""
-    return TrainSettings(job.train, job.neighbors.metric)
+    """The train section, the metric, which decides whether rows are normalised, and the edges."""
+    return TrainSettings(job.train, job.neighbors.metric, job.edges.negatives, job.edges_per_step)
 
 
 def estimate(job: Job, shape: Shape) -> Estimate:
-    """All training rows, the network's passes over a batch and the batch's pairs."""
+    """All training rows, the network's passes over a batch, the batch's pairs, a covariance."""
     config = job.train
-    weights = 4 * config.encoder.hidden * (shape.width + config.encoder.hidden * 4)
-    batch = config.batch * 4 * (2 * shape.width + 10 * config.encoder.hidden + 4 * config.batch)
+    hidden, depth = config.encoder.hidden, 2 * config.encoder.layers + 2
+    weights = 4 * hidden * (shape.width + hidden * depth)
+    batch = config.batch * 4 * (2 * shape.width + 3 * depth * hidden + 6 * config.batch)
     rows = shape.n_train * shape.row_bytes
-    return Estimate(1, PROCESS_BYTES + 2 * rows + batch + 5 * weights, 2 * weights)
+    graph = 24 * shape.n_train * job.neighbors.k if config.batches == "points" else 0
+    covariance = 32 * shape.width**2 if preprocessing_config(settings(job)).pca else 0
+    held = max(batch + 5 * weights, covariance) + graph
+    return Estimate(1, PROCESS_BYTES + 2 * rows + held, 2 * weights)
 
 
 def do_part(context: Context[TrainSettings], _: Partition, report: Report) -> Part:
     """The encoder's files and the telemetry of its training."""
-    sample = context.read("sample")
+    sample, config = context.read("sample"), context.settings.train
     rows = sample.rows("vectors", 0, sample.n_rows)
-    preprocessing = fit_preprocessing(rows, context.settings.metric == "cosine")
-    config = _fit_config(context.settings.train)
-    edges = EdgeReader(context.read("edges"), config.batch // 2)
+    architecture, fit_config = network_config(config), make_fit_config(context.settings)
+    try:
+        preprocessing = fit_preprocessing(rows, preprocessing_config(context.settings))
+        draw = _batches(context)
 
-    def run(resume: bytes | None) -> Fitted:
-        return fit(
-            rows,
-            edges,
-            config,
-            preprocessing,
-            resume=resume,
-            save=lambda data: context.folder.put(CHECKPOINT, data),
-            report=_reporter(config.steps, report),
-        )
+        def run(resume: bytes | None) -> Fitted:
+            network = build_network(architecture, preprocessing.n_outputs, config.seed)
+            objective = build_objective(fit_config.objective)
+            return fit(
+                Trained(rows, preprocessing, network, objective),
+                draw,
+                fit_config,
+                resume=resume,
+                save=lambda data: context.folder.put(CHECKPOINT, data),
+                report=_reporter(config, report),
+            )
 
-    fitted = _resumed(context, run)
+        fitted = _resumed(context, run)
+    except (DivergedError, ValueError) as error:
+        raise ConfigError(f"train: {error}") from error
     info = {"training_rows": len(rows), "sample": context.inputs["sample"].digest}
-    encoder = Encoder(rows.shape[1], config.network, preprocessing, fitted.network, info)
+    encoder = Encoder(architecture, preprocessing, fitted.network, info)
     metrics = {
         "extent": _extent(encoder, rows),
         "loss": float(np.mean(fitted.telemetry["loss"][-100:])),
@@ -87,17 +105,70 @@ def do_part(context: Context[TrainSettings], _: Partition, report: Report) -> Pa
     return Part(len(rows), tables=tables, files=encoder.to_files(), metrics=metrics)
 
 
-def _fit_config(config: TrainConfig) -> FitConfig:
-    network = NetworkConfig(config.encoder.kind, config.encoder.hidden, config.encoder.layers)
+def _batches(context: Context[TrainSettings]) -> Draw:
+    """The points of every step."""
+    config = context.settings.train
+    if config.batches == "points":
+        return PointBatches(_read_graph(context.read("symmetrize")), config.batch, config.seed)
+    edges = context.read("edges")
+    names = ("heads", "tails", "negatives") if config.batches == "negatives" else ("heads", "tails")
+
+    def read(start: int, stop: int) -> Edges:
+        return Edges(*(edges.rows(name, start, stop) for name in names))
+
+    return EdgeBatches(read, edges.n_rows, context.settings.edges_per_step)
+
+
+def _read_graph(store: Store) -> SparseRows:
+    """The whole graph of the sample; batches of points need it in memory."""
+    blocks = [store.arrays(record) for record in store.records]
+    offsets = [block.read("offsets") for block in blocks]
+    starts = np.cumsum([0, *(part[-1] for part in offsets[:-1])])
+    joined = [part[:-1] + start for part, start in zip(offsets, starts, strict=True)]
+    end = starts[-1] + offsets[-1][-1]
+    return SparseRows(
+        np.concatenate([*joined, [end]]),
+        np.concatenate([block.read("columns") for block in blocks]),
+        np.concatenate([block.read("values") for block in blocks]),
+    )
+
+
+def network_config(config: TrainConfig) -> NetworkConfig:
+    """The network's settings for those of the job."""
+    encoder = config.encoder
+    return NetworkConfig(encoder.kind, encoder.hidden, encoder.layers, encoder.shape)
+
+
+def preprocessing_config(config: TrainSettings) -> PreprocessingConfig:
+    """The preprocessing's settings for those of the job."""
+    given = config.train.preprocessing
+    normalize = config.metric == "cosine" if given.normalize is None else given.normalize
+    own = COMPONENTS if config.train.encoder.kind in ("mlp", "residual") else 0
+    pca = own if given.pca is None else given.pca
+    return PreprocessingConfig(normalize, given.centre, given.scale, pca or None)
+
+
+def make_fit_config(settings: TrainSettings) -> FitConfig:
+    """The trainer's settings for those of the job."""
+    config = settings.train
+    objective = ObjectiveConfig(
+        kind=config.objective,
+        batches=config.batches,
+        clip=config.clip_pairwise,
+        negatives=settings.negatives,
+        gamma=config.gamma or GAMMA[config.objective],
+        epsilon=config.epsilon,
+        min_dist=config.min_dist,
+        spread=config.spread,
+    )
     return FitConfig(
-        network=network,
+        objective=objective,
         steps=config.steps,
-        batch=config.batch,
         learning_rate=config.learning_rate,
+        schedule=config.schedule,
         optimizer=config.optimizer,
         exaggeration=config.exaggeration,
         exaggerated_share=config.exaggerated_share,
-        clip_pairwise=config.clip_pairwise,
         clip_layer=config.clip_layer,
         seed=config.seed,
         checkpoint_seconds=CHECKPOINT_SECONDS,
@@ -108,53 +179,32 @@ def _fit_config(config: TrainConfig) -> FitConfig:
 def _resumed(context: Context[TrainSettings], run: Callable[[bytes | None], Fitted]) -> Fitted:
     """The trained network, continued from the store's checkpoint if it has a fitting one."""
     saved = context.folder.find(CHECKPOINT)
-    try:
-        if saved is not None:
-            try:
-                return run(saved)
-            except ValueError as error:
-                log.warning("train: checkpoint not used (%s); training starts anew", error)
-        return run(None)
-    except DivergedError as error:
-        raise ConfigError(f"train: {error}") from error
+    if saved is not None:
+        try:
+            return run(saved)
+        except ValueError as error:
+            log.warning("train: checkpoint not used (%s); training starts anew", error)
+    return run(None)
 
 
-def _reporter(steps: int, report: Report) -> Callable[[int, dict[str, float]], None]:
+def _reporter(config: TrainConfig, report: Report) -> Callable[[int, dict[str, float]], None]:
     """What the loop calls at every step; passes on one call in twenty."""
+    steps, before = config.steps, time.monotonic()
 
     def tell(step: int, measured: dict[str, float]) -> None:
+        nonlocal before
         if (step + 1) % STEPS_PER_REPORT == 0 or step + 1 == steps:
+            now = time.monotonic()
+            rate = STEPS_PER_REPORT * config.batch / max(now - before, 1e-9)
+            before = now
             clipped = measured["pair_clipped"] + measured["layer_clipped"]
-            note = f"step {step + 1}/{steps}, loss {measured['loss']:.3f}, clipped {clipped:.1%}"
+            note = (
+                f"step {step + 1}/{steps}, loss {measured['loss']:.3f}, "
+                f"{rate:,.0f} rows/s, clipped {clipped:.1%}"
+            )
             report((step + 1) / steps, note)
 
     return tell
-
-
-class EdgeReader:
-    """Heads and tails of each step, read forward through the shards, a stretch at a time."""
-
-    def __init__(self, edges: Store, edges_per_step: int) -> None:
-        self._edges = edges
-        self._per_step = edges_per_step
-        self._start = 0
-        self._heads = self._tails = np.empty(0, np.int64)
-
-    def __call__(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Row numbers of the step's heads and tails."""
-        start = step * self._per_step
-        stop = start + self._per_step
-        if start < self._start or stop > self._start + len(self._heads):
-            self._load(start)
-        inside = slice(start - self._start, stop - self._start)
-        return self._heads[inside], self._tails[inside]
-
-    def _load(self, start: int) -> None:
-        n_edges = max(EDGES_IN_MEMORY, self._per_step)
-        stop = min(start + n_edges, self._edges.n_rows)
-        self._start = start
-        self._heads = self._edges.rows("heads", start, stop)
-        self._tails = self._edges.rows("tails", start, stop)
 
 
 def _extent(encoder: Encoder, rows: NDArray[Any]) -> list[float]:
@@ -175,8 +225,8 @@ def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, 
 
 TRAIN = Stage(
     name="train",
-    version=1,
-    reads=("sample", "edges"),
+    version=2,
+    reads=("sample", "symmetrize", "edges"),
     settings=settings,
     estimate=estimate,
     prepare=one_partition,

@@ -16,8 +16,8 @@ from encoders.artifact import (
     Encoder,
     set_threads,
 )
-from encoders.fit import Array, fit_preprocessing
 from encoders.networks import NetworkConfig, build_network
+from encoders.preprocessing import Array, PreprocessingConfig, fit_preprocessing
 
 WIDTHS = (1, 3, 16, 64, 100, 784)
 
@@ -31,8 +31,8 @@ def make_rows(n_rows: int, width: int, dtype: type = np.float32) -> Array:
 def make_encoder(width: int = 16, normalize: bool = False, hidden: int = 32) -> Encoder:
     config = NetworkConfig(hidden=hidden)
     network = build_network(config, width, seed=3).eval()
-    preprocessing = fit_preprocessing(make_rows(500, width), normalize)
-    return Encoder(width, config, preprocessing, network, {"recall": 0.97, "snapshot": "ab12"})
+    preprocessing = fit_preprocessing(make_rows(500, width), PreprocessingConfig(normalize))
+    return Encoder(config, preprocessing, network, {"recall": 0.97, "snapshot": "ab12"})
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,10 @@ def test_digest_covers_what_moves_positions_and_not_the_info() -> None:
 
 def test_header_is_readable_json() -> None:
     header = json.loads(make_encoder().to_files()[HEADER_FILE])
-    assert header["architecture"] == {"kind": "mlp", "hidden": 32, "layers": 3}
-    assert header["preprocessing"] == {"kind": "centre_scale", "normalize": False}
-    assert (header["format"], header["n_inputs"]) == (1, 16)
+    wanted = {"kind": "mlp", "hidden": 32, "layers": 3, "shape": None}
+    assert header["architecture"] == wanted
+    assert header["preprocessing"] == {"normalize": False, "components": None}
+    assert (header["format"], header["n_inputs"]) == (2, 16)
     assert header["digest"] == make_encoder().digest
 
 
@@ -177,7 +178,7 @@ def edited(**changes: object) -> dict[str, bytes]:
 
 
 def test_other_format_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="format 99, this version reads 1; use the version"):
+    with pytest.raises(ArtifactError, match="format 99, this version reads 2; use the version"):
         Encoder.from_files(edited(format=99))
 
 
@@ -223,3 +224,46 @@ def test_missing_tensors_are_refused() -> None:
 def test_info_that_is_not_json_is_refused() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(make_encoder(), info={"loss": float("nan")}).to_files()
+
+
+OTHER_NETWORKS = [
+    (NetworkConfig("residual", hidden=40, layers=2), None),
+    (NetworkConfig("residual", hidden=10, layers=1), 7),
+    (NetworkConfig("cnn", hidden=32, shape=(8, 8)), None),
+    (NetworkConfig("cnn", hidden=24, shape=(4, 4, 4)), None),
+    (NetworkConfig("tests.encoders.own:Own"), 9),
+]
+
+
+def other_encoder(config: NetworkConfig, pca: int | None) -> tuple[Encoder, Array]:
+    rows = make_rows(2500, 64)
+    preprocessing = fit_preprocessing(rows, PreprocessingConfig(pca=pca))
+    network = build_network(config, preprocessing.n_outputs, seed=3).eval()
+    return Encoder(config, preprocessing, network), rows
+
+
+@pytest.mark.parametrize(("config", "pca"), OTHER_NETWORKS)
+def test_other_networks_place_a_row_alike_wherever_it_stands(
+    config: NetworkConfig, pca: int | None
+) -> None:
+    encoder, rows = other_encoder(config, pca)
+    whole = encoder.embed(rows)
+    for shift in (1, 3, 1001):
+        assert np.array_equal(np.roll(encoder.embed(np.roll(rows, shift, 0)), -shift, 0), whole)
+    for number in (0, 5, 2048, 2499):
+        assert np.array_equal(encoder.embed(rows[number : number + 1]), whole[number : number + 1])
+    with torch.inference_mode():
+        plain = encoder.network(encoder.preprocessing.apply(torch.from_numpy(rows)))
+    np.testing.assert_allclose(whole, plain.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("config", "pca"), OTHER_NETWORKS)
+def test_other_networks_are_loaded_as_they_were_saved(
+    config: NetworkConfig, pca: int | None, tmp_path: Path
+) -> None:
+    encoder, rows = other_encoder(config, pca)
+    encoder.save(tmp_path)
+    loaded = Encoder.load(tmp_path)
+    assert loaded.digest == encoder.digest
+    assert loaded.config == config
+    assert np.array_equal(loaded.embed(rows), encoder.embed(rows))

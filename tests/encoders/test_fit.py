@@ -9,20 +9,22 @@ from encoders.fit import (
     COLUMNS,
     LAST_LEARNING_RATE,
     WARM_UP_STEPS,
-    Array,
     DivergedError,
     Draw,
+    Drawn,
     FitConfig,
     Fitted,
-    Preprocessing,
+    Trained,
     exaggeration,
     fit,
-    fit_preprocessing,
     learning_rate,
 )
-from encoders.networks import NetworkConfig
+from encoders.networks import NetworkConfig, build_network
+from encoders.objectives import ObjectiveConfig, build_objective
+from encoders.preprocessing import Array, Preprocessing, PreprocessingConfig, fit_preprocessing
 
-SMALL = FitConfig(network=NetworkConfig(hidden=16, layers=1), steps=20, batch=32)
+SMALL = FitConfig(steps=20)
+N_EDGES = 16
 CLUSTERS = 4
 
 
@@ -34,22 +36,37 @@ def clusters(n_rows: int = 400, width: int = 8) -> Array:
     return rows.astype(np.float32)
 
 
-def drawer(n_rows: int, n_edges: int) -> Draw:
+def drawer(n_rows: int, n_edges: int = N_EDGES) -> Draw:
     """Edges between random rows of one cluster."""
 
-    def draw(step: int) -> tuple[Array, Array]:
+    def draw(step: int) -> Drawn:
         rng = np.random.default_rng([7, step])
         heads = rng.integers(n_rows, size=n_edges)
         hops = CLUSTERS * rng.integers(1, n_rows // CLUSTERS, size=n_edges)
-        return heads, (heads + hops) % n_rows
+        return Drawn(np.concatenate([heads, (heads + hops) % n_rows]), n_edges)
 
     return draw
 
 
-def train(config: FitConfig = SMALL, rows: Array | None = None, **options: Any) -> Fitted:
+def prepare(rows: Array) -> Preprocessing:
+    return fit_preprocessing(rows, PreprocessingConfig())
+
+
+def trained(rows: Array, preprocessing: Preprocessing, config: FitConfig = SMALL) -> Trained:
+    network = build_network(NetworkConfig(hidden=16, layers=1), rows.shape[1], config.seed)
+    return Trained(rows, preprocessing, network, build_objective(config.objective))
+
+
+def train(
+    config: FitConfig = SMALL, rows: Array | None = None, n_edges: int = N_EDGES, **options: Any
+) -> Fitted:
     rows = clusters() if rows is None else rows
-    preprocessing = fit_preprocessing(rows, normalize=False)
-    return fit(rows, drawer(len(rows), config.batch // 2), config, preprocessing, **options)
+    draw = drawer(len(rows), n_edges)
+    return fit(trained(rows, prepare(rows), config), draw, config, **options)
+
+
+def clipped(threshold: float) -> ObjectiveConfig:
+    return ObjectiveConfig(clip=threshold)
 
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
@@ -59,9 +76,9 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 def test_map_pulls_clusters_apart() -> None:
     rows = clusters()
-    network = train(replace(SMALL, steps=150, batch=128)).network
+    network = train(replace(SMALL, steps=150), n_edges=64).network
     with torch.inference_mode():
-        y = network(fit_preprocessing(rows, normalize=False).apply(torch.from_numpy(rows)))
+        y = network(prepare(rows).apply(torch.from_numpy(rows)))
     groups = torch.stack([y[start::CLUSTERS] for start in range(CLUSTERS)])
     centres = groups.mean(1)
     inside = (groups - centres[:, None]).norm(dim=2).mean()
@@ -86,7 +103,7 @@ def test_report_gets_what_telemetry_keeps() -> None:
 
 
 def test_clips_act_and_say_so() -> None:
-    telemetry = train(replace(SMALL, clip_pairwise=0.01, clip_layer=0.001)).telemetry
+    telemetry = train(replace(SMALL, objective=clipped(0.01), clip_layer=0.001)).telemetry
     for place, threshold in (("pair", 0.01), ("layer", 0.001)):
         assert (telemetry[f"{place}_gradient"] > threshold).all()
         assert (telemetry[f"{place}_gradient_after"] == threshold).all()
@@ -94,8 +111,8 @@ def test_clips_act_and_say_so() -> None:
 
 
 def test_clips_that_never_act_change_nothing() -> None:
-    loose = replace(SMALL, clip_pairwise=1e14, clip_layer=1e14)
-    tight = replace(SMALL, clip_pairwise=0.01)
+    loose = replace(SMALL, objective=clipped(1e14), clip_layer=1e14)
+    tight = replace(SMALL, objective=clipped(0.01))
     telemetry = train(loose).telemetry
     assert not telemetry["pair_clipped"].any()
     assert (telemetry["pair_gradient"] == telemetry["pair_gradient_after"]).all()
@@ -104,22 +121,23 @@ def test_clips_that_never_act_change_nothing() -> None:
 
 def test_an_outlying_row_is_clipped_at_the_layers_and_does_no_harm() -> None:
     rows, draw = clusters(), drawer(400, 64)
-    preprocessing = fit_preprocessing(rows, normalize=False)
+    preprocessing = prepare(rows)
     rows[3] *= 1e3
-    telemetry = fit(rows, draw, replace(SMALL, batch=128, steps=60), preprocessing).telemetry
-    met = np.array([3 in np.concatenate(draw(step)) for step in range(60)])
+    config = replace(SMALL, steps=60, clip_layer=0.5)
+    telemetry = fit(trained(rows, preprocessing, config), draw, config).telemetry
+    met = np.array([3 in draw(step).rows for step in range(60)])
     assert telemetry["layer_clipped"][met].any()
     assert not telemetry["layer_clipped"][~met].any()
-    assert telemetry["layer_gradient_after"].max() == SMALL.clip_layer
+    assert telemetry["layer_gradient_after"].max() == 0.5
 
 
 def test_a_row_too_far_for_float32_is_named_first() -> None:
     rows = clusters()
-    preprocessing = fit_preprocessing(rows, normalize=False)
+    preprocessing = prepare(rows)
     rows[3] *= 1e25
-    edges = np.arange(16), np.arange(16) + CLUSTERS * 10
+    edges = Drawn(np.concatenate([np.arange(16), np.arange(16) + CLUSTERS * 10]), 16)
     with pytest.raises(DivergedError, match=r"at step 0, caused by rows \[3, "):
-        fit(rows, lambda _: edges, SMALL, preprocessing)
+        fit(trained(rows, preprocessing), lambda _: edges, SMALL)
 
 
 def test_seed_and_draws_decide_the_weights() -> None:
@@ -138,7 +156,8 @@ def test_narrow_rows_train_like_their_float32_copies(dtype: type) -> None:
     ("optimizer", "threads"), [("rmsprop", 1), ("adam", 1), ("sgd", 1), ("rmsprop", 2)]
 )
 def test_resumed_run_ends_in_the_same_bits(optimizer: str, threads: int) -> None:
-    config = replace(SMALL, optimizer=optimizer, threads=threads, checkpoint_seconds=0.0, steps=6)
+    changes: dict[str, Any] = {"optimizer": optimizer, "threads": threads, "steps": 6}
+    config = replace(SMALL, checkpoint_seconds=0.0, **changes)
     blobs: list[bytes] = []
     whole = train(config, save=blobs.append)
     resumed = train(config, resume=blobs[2])
@@ -189,13 +208,13 @@ def test_threads_are_given_back() -> None:
 
 def test_a_row_that_is_not_a_number_stops_the_run_and_is_named() -> None:
     rows, draw = clusters(), drawer(400, 16)
-    preprocessing = fit_preprocessing(rows, normalize=False)
-    earlier = np.concatenate([draw(0), draw(1), draw(2)]).ravel()
-    bad = int(np.setdiff1d(np.concatenate(draw(3)), earlier)[0])
+    preprocessing = prepare(rows)
+    earlier = np.concatenate([draw(step).rows for step in range(3)])
+    bad = int(np.setdiff1d(draw(3).rows, earlier)[0])
     rows[bad, 2] = np.nan
     seen: list[int] = []
     with pytest.raises(DivergedError, match=rf"at step 3, caused by rows \[{bad}\] \(1 of the"):
-        fit(rows, draw, SMALL, preprocessing, report=lambda step, _: seen.append(step))
+        fit(trained(rows, preprocessing), draw, SMALL, report=lambda step, _: seen.append(step))
     assert seen == [0, 1, 2]
 
 
@@ -206,73 +225,26 @@ def test_a_learning_rate_that_explodes_stops_the_run() -> None:
 
 def test_draws_of_the_wrong_size_are_refused() -> None:
     rows = clusters()
-    with pytest.raises(ValueError, match=r"step 0 drew 5 heads and 5 tails; .* needs 16 of each"):
-        fit(rows, drawer(400, 5), SMALL, fit_preprocessing(rows, normalize=False))
+    with pytest.raises(ValueError, match=r"step 0 drew 5 points for 3 edges; .* two for every"):
+        fit(trained(rows, prepare(rows)), lambda _: Drawn(np.arange(5), 3), SMALL)
 
 
 @pytest.mark.parametrize("row", [-1, 400])
 def test_rows_outside_the_sample_are_refused(row: int) -> None:
     rows = clusters()
-    edges = np.full(16, row), np.arange(16)
-    with pytest.raises(ValueError, match="there are 400; draw edges of this sample"):
-        fit(rows, lambda _: edges, SMALL, fit_preprocessing(rows, normalize=False))
+    edges = Drawn(np.append(np.full(16, row), np.arange(16)), 16)
+    with pytest.raises(ValueError, match="there are 400; draw rows of this sample"):
+        fit(trained(rows, prepare(rows)), lambda _: edges, SMALL)
 
 
 def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer 'lion' is unknown; use rmsprop, adam or sgd"):
-        train(replace(SMALL, optimizer="lion"))
+        train(replace(SMALL, optimizer="lion"))  # type: ignore[arg-type]
 
 
 def test_exaggeration_lasts_for_its_share_of_the_steps() -> None:
     config = FitConfig(steps=10, exaggeration=4.0, exaggerated_share=0.3)
     assert [exaggeration(config, step) for step in range(10)] == [4.0] * 3 + [1.0] * 7
-
-
-def test_preprocessing_equals_numpy_over_several_blocks() -> None:
-    rows = np.random.default_rng(0).normal(5, 3, (20_000, 3)).astype(np.float32)
-    centre, scale = rows.mean(0, dtype=np.float64), rows.astype(np.float64)
-    preprocessing = fit_preprocessing(rows, normalize=False)
-    np.testing.assert_allclose(preprocessing.centre, centre, rtol=1e-6)
-    assert preprocessing.centre.dtype == np.float32
-    assert preprocessing.scale == pytest.approx(np.sqrt(np.mean((scale - centre) ** 2)), rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.float16, np.float32])
-def test_prepared_rows_have_mean_zero_and_unit_size(dtype: type) -> None:
-    rows: Array = np.random.default_rng(0).integers(0, 100, (500, 6)).astype(dtype)
-    prepared = fit_preprocessing(rows, normalize=False).apply(torch.from_numpy(rows)).double()
-    assert prepared.mean(0).abs().max() < 1e-6
-    assert prepared.square().mean().sqrt().item() == pytest.approx(1.0, abs=1e-6)
-
-
-def test_large_offsets_do_not_spoil_the_scale() -> None:
-    rows = (np.random.default_rng(0).integers(0, 2, (1000, 4)) + 1e6).astype(np.float32)
-    assert fit_preprocessing(rows, normalize=False).scale == pytest.approx(0.5, rel=0.05)
-
-
-def test_constant_rows_keep_their_scale() -> None:
-    preprocessing = fit_preprocessing(np.full((10, 3), 7, np.uint8), normalize=False)
-    assert (preprocessing.centre.tolist(), preprocessing.scale) == ([7.0, 7.0, 7.0], 1.0)
-
-
-def test_normalized_rows_forget_their_length_and_zeros_stay() -> None:
-    rows = torch.tensor([[3.0, 4.0], [30.0, 40.0], [0.0, 0.0]])
-    preprocessing = Preprocessing(np.zeros(2, np.float32), 1.0, normalize=True)
-    expected = torch.tensor([[0.6, 0.8], [0.6, 0.8], [0.0, 0.0]])
-    torch.testing.assert_close(preprocessing.apply(rows), expected)
-
-
-def test_statistics_of_normalized_rows_are_taken_after_normalizing() -> None:
-    rows = np.array([[3, 4], [30, 40]], np.uint8)
-    preprocessing = fit_preprocessing(rows, normalize=True)
-    np.testing.assert_allclose(preprocessing.centre, [0.6, 0.8], rtol=1e-6)
-
-
-def test_no_rows_and_bad_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="no rows; at least one is needed"):
-        fit_preprocessing(np.empty((0, 3), np.float32), normalize=False)
-    with pytest.raises(ValueError, match="rows hold NaN or infinity"):
-        fit_preprocessing(np.array([[1.0, np.inf]], np.float32), normalize=False)
 
 
 def test_learning_rate_rises_shortly_and_falls_along_a_cosine() -> None:
@@ -282,3 +254,15 @@ def test_learning_rate_rises_shortly_and_falls_along_a_cosine() -> None:
     assert np.argmax(rates) == WARM_UP_STEPS - 1
     assert rates[500] == pytest.approx(0.5e-3, rel=0.01)
     assert rates[-1] == pytest.approx(LAST_LEARNING_RATE, rel=0.1)
+
+
+def test_learning_rate_falls_along_a_line_or_not_at_all() -> None:
+    linear = FitConfig(steps=1001, learning_rate=1e-3, schedule="linear")
+    assert learning_rate(linear, 750) == pytest.approx(0.25e-3, rel=0.01)
+    constant = replace(linear, schedule="constant")
+    assert learning_rate(constant, 1000) == pytest.approx(1e-3)
+
+
+def test_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule 'steps' is unknown; use cosine, linear or"):
+        train(replace(SMALL, schedule="steps"))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError, StageError
 from pipeline.manifest import open_store
 from pipeline.stage import run_stage
 from pipeline.stages import train
-from pipeline.stages.train import TRAIN, EdgeReader
+from pipeline.stages.train import TRAIN
 from pipeline.stores import Folder
 from tests.data import (
     LABELLED,
@@ -117,18 +117,6 @@ def test_the_digest_and_the_frame_are_the_encoders(done: Finished) -> None:
     assert y0 < xy[:, 1].min() < xy[:, 1].max() < y1
 
 
-def test_edges_are_read_forward_and_anew(done: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    edges = done.store("edges")
-    heads, tails = (read_array(edges, name) for name in ("heads", "tails"))
-    monkeypatch.setattr(train, "EDGES_IN_MEMORY", 100)
-    read = EdgeReader(edges, 32)
-    for step in (0, 1, 2, 3, 4, 40, 41, 2, 92):  # also back, as a resumed run may
-        found = read(step)
-        inside = slice(step * 32, (step + 1) * 32)
-        assert (found[0] == heads[inside]).all()
-        assert (found[1] == tails[inside]).all()
-
-
 def test_a_training_that_diverges_is_the_jobs_fault(done: Finished, tmp_path: Path) -> None:
     job = make_job(
         done.lake.path,
@@ -139,3 +127,43 @@ def test_a_training_that_diverges_is_the_jobs_fault(done: Finished, tmp_path: Pa
     inputs = {name: done.refs[name] for name in TRAIN.reads}
     with pytest.raises(ConfigError, match="train: fit: loss or gradient is not a number at step"):
         run_stage(TRAIN, inputs, Folder(str(tmp_path)), job, one_try(), Recorder())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoder": {"kind": "cnn", "shape": [5, 5]}}, r"shape \[5, 5\] holds 25 values"),
+        ({"encoder": {"kind": "no_such.module:Net"}}, "no_such.module:Net cannot be imported"),
+        ({"batches": "points", "batch": 100_000}, "train.batch is 100000, the sample has"),
+    ],
+)
+def test_networks_and_batches_that_do_not_fit_the_rows_are_the_jobs_fault(
+    done: Finished, tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    job = make_job(done.lake.path, tmp_path, input=LABELLED, train=settings)
+    inputs = {name: done.refs[name] for name in TRAIN.reads}
+    with pytest.raises(ConfigError, match=message):
+        run_stage(TRAIN, inputs, Folder(str(tmp_path)), job, one_try(), Recorder())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batches": "points"},
+        {"objective": "largevis"},
+        {"objective": "umap", "batches": "negatives"},
+        {"encoder": {"kind": "residual", "hidden": 8, "layers": 1}, "preprocessing": {"pca": 6}},
+        {"encoder": {"kind": "tests.encoders.own:Own"}, "schedule": "linear"},
+    ],
+)
+def test_every_kind_of_training_leaves_an_encoder(
+    done: Finished, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    job = make_job(done.lake.path, tmp_path, input=LABELLED, train={"steps": 4, **settings})
+    inputs = {name: done.refs[name] for name in TRAIN.reads}
+    ref = run_stage(TRAIN, inputs, Folder(str(tmp_path)), job, one_try(), Recorder())
+    store = open_store(ref.folder, ref.digest)
+    names = ("encoder.safetensors", "encoder.json")
+    encoder = Encoder.from_files({name: store.file(store.records[0], name) for name in names})
+    rows = done.store("sample").rows("vectors", 0, 50)
+    assert np.isfinite(encoder.embed(rows)).all()
