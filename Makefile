@@ -4,9 +4,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 DATA ?= data
 PEERS ?= $(BIN)/python
+SEEDS ?= 5
+TABLES ?= quality earlier study
 
 .PHONY: help install demo test lint bench bench-map bench-embed bench-demo bench-graph bench-knn \
-	bench-scale-graph bench-calibration bench-joint clean
+	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -56,6 +58,12 @@ bench-calibration: install  ## affinities and memberships beside openTSNE and um
 
 bench-joint: install  ## joint P and edges beside scipy and numpy in memory
 	$(BIN)/python -m benchmarks.joint_edges --data $(DATA)
+
+tables: install  ## the paper's tables beside the peers; SEEDS=1 TABLES="quality earlier study"
+	$(BIN)/python -m benchmarks.tables --data $(DATA) --peers-python $(PEERS) --seeds $(SEEDS) --tables $(TABLES)
+
+clipping: install  ## every objective with neither, one or both of the clips
+	$(BIN)/python -m benchmarks.clipping --data $(DATA)
 
 clean:          ## remove the environment, caches and the demo
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

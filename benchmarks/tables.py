@@ -1,0 +1,291 @@
+"""The paper's tables: accuracy and trustworthiness of every method, capacity, batch, sample, time.
+
+quality      COIL-20, Fashion-MNIST, MNIST: ours in three objectives, the baselines, the peers
+earlier      Letter, MNIST, USPS: t-SNE on training and on test rows
+study        hidden units, batch size, training rows, kinds of network, seconds against rows (MNIST)
+
+Every set has at most 10,000 training rows, as in the paper's release, drawn by the seed.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks import measure, table_methods
+from benchmarks.peers import DISTRIBUTIONS
+from benchmarks.table_methods import Places, Rows
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+TABLES = ("quality", "earlier", "study")
+OBJECTIVES = ("tsne", "largevis", "umap")
+PACKAGES = ("lakemap", "torch", "numpy", "scikit-learn", "faiss-cpu", "numba")
+QUICK: dict[str, Any] = {"steps": 50, "batch": 256}
+
+# Per cent and trustworthiness by the paper, of its own embeddings.
+PAPER_QUALITY = {
+    "coil20": {"tsne": (97.1, 0.993), "largevis": (92.7, 0.983), "umap": (88.8, 0.987)},
+    "fashion_mnist": {"tsne": (78.3, 0.989), "largevis": (67.5, 0.964), "umap": (69.0, 0.974)},
+    "mnist": {"tsne": (93.3, 0.964), "largevis": (89.6, 0.946), "umap": (89.1, 0.958)},
+}
+PAPER_AUTOENCODER = {
+    "coil20": (89.7, 0.987),
+    "fashion_mnist": (68.0, 0.977),
+    "mnist": (82.5, 0.974),
+}
+PAPER_EARLIER = {"letter": (94.3, 79.7), "mnist": (93.4, 87.8), "usps": (96.8, 88.9)}
+HIDDEN = (4, 8, 16, 32, 64, 128, 256, 512)
+BATCHES = (64, 128, 256, 512, 1024, 2048)
+SAMPLES = (500, 1000, 2000, 5000, 10_000)
+SHAPES = {"mnist": (28, 28)}
+
+Found = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    """Make the tables that were asked for."""
+    parser = measure.parser(__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of the .npz files")
+    parser.add_argument("--tables", nargs="+", default=TABLES, choices=TABLES)
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each of our methods")
+    parser.add_argument("--peers-python", default=sys.executable, help="Python that has the peers")
+    options = parser.parse_args()
+    for name in options.tables:
+        bench = Bench(options)
+        found, markdown = getattr(bench, name)()
+        document = {**bench.facts(), "table": found}
+        measure.publish(options, f"table_{name}", document, markdown)
+
+
+class Bench:
+    """One table: what is measured, and on what."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._machine, self._versions = measure.machine(), measure.versions(PACKAGES)
+        self._seeds = range(1 if options.quick else options.seeds)
+        self._settings = QUICK if options.quick else {}
+
+    def facts(self) -> dict[str, Any]:
+        """Machine, versions, and how the figures came about."""
+        return {
+            "machine": self._machine,
+            "versions": self._versions,
+            "quick": self._options.quick,
+            "seeds": len(self._seeds),
+        }
+
+    def quality(self) -> tuple[Found, str]:
+        """Every method on the paper's three sets."""
+        found: Found = {}
+        pictures: dict[str, dict[str, tuple[Rows, Places]]] = {}
+        for name in PAPER_QUALITY:
+            found[name], pictures[name] = self._compare(name)
+        self._draw("table_quality", pictures)
+        return found, self._page("Accuracy and trustworthiness", _quality_tables(found))
+
+    def _compare(self, name: str) -> tuple[dict[str, Any], dict[str, tuple[Rows, Places]]]:
+        """All methods on one set; ours for every seed, the others once."""
+        found: dict[str, Any] = {}
+        shown: dict[str, tuple[Rows, Places]] = {}
+        rows = self._load(name, 0)
+        for objective in OBJECTIVES:
+            run = self._ours(objective=objective)
+            found[objective] = self._repeat(name, run, shown, objective)
+        found["autoencoder"] = self._repeat(name, table_methods.autoencoder, shown, "autoencoder")
+        for package in DISTRIBUTIONS:
+            measured = table_methods.peer(package, rows, self._options.peers_python)
+            if measured is None:
+                continue
+            places, self._versions[DISTRIBUTIONS[package]] = measured
+            found[package], shown[package] = [table_methods.score(rows, places)], (rows, places)
+            if package == "openTSNE":
+                taught = table_methods.supervised(rows, 0, places.train)
+                found["supervised"] = [table_methods.score(rows, taught)]
+        places = table_methods.pca(rows, 0)
+        found["pca"], shown["pca"] = [table_methods.score(rows, places)], (rows, places)
+        return found, shown
+
+    def _repeat(
+        self,
+        name: str,
+        run: Callable[[Rows, int], Places],
+        shown: dict[str, tuple[Rows, Places]],
+        title: str,
+    ) -> list[dict[str, float]]:
+        """The scores of every seed; the first map is kept for the picture."""
+        scores = []
+        for seed in self._seeds:
+            rows = self._load(name, seed)
+            places = run(rows, seed)
+            scores.append(table_methods.score(rows, places))
+            shown.setdefault(title, (rows, places))
+            told = ", ".join(f"{key} {value:.4f}" for key, value in scores[-1].items())
+            print(f"{name} {title} seed {seed}: {told}", file=sys.stderr, flush=True)
+        return scores
+
+    def earlier(self) -> tuple[Found, str]:
+        """t-SNE on the sets of earlier parametric methods."""
+        found: Found = {}
+        for name in PAPER_EARLIER:
+            found[name] = {"tsne": self._repeat(name, self._ours(), {}, "tsne")}
+        head = ["set", "train, ours", "train, paper", "test, ours", "test, paper"]
+        rows = []
+        for name, (train, test) in PAPER_EARLIER.items():
+            scores = found[name]["tsne"]
+            shown = [_percent(scores, key) for key in ("train_accuracy", "test_accuracy")]
+            rows.append([name, shown[0], f"{train}", shown[1], f"{test}"])
+        return found, self._page("t-SNE on training and on test rows", [measure.table(head, rows)])
+
+    def _ours(self, **settings: Any) -> Callable[[Rows, int], Places]:
+        """Lakemap with these settings."""
+        changed = {**self._settings, **settings}
+        return lambda rows, seed: table_methods.ours(rows, seed, **changed)
+
+    def study(self) -> tuple[Found, str]:
+        """What the map of MNIST depends on."""
+        found: Found = {
+            "hidden units (mlp)": self._vary(HIDDEN, lambda n: {"network": "mlp", "hidden": n}),
+            "batch": self._vary(BATCHES, lambda n: {"batch": n}),
+            "network": {
+                **self._vary(("residual", "mlp"), lambda kind: {"network": kind}),
+                **self._vary(("cnn",), lambda kind: {"network": kind, "shape": SHAPES["mnist"]}),
+            },
+            "training rows": self._grow(),
+        }
+        parts = []
+        for title, table in found.items():
+            head = [title, "10-NN, train", "10-NN, test", "trustworthiness, test", "fit, s"]
+            parts += [f"## {title}", "", measure.table(head, _study_rows(table)), ""]
+        return found, self._page("What the map of MNIST depends on", parts)
+
+    def _vary(
+        self, values: Iterable[Any], settings: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """t-SNE with each of the values."""
+        return {
+            str(value): self._repeat("mnist", self._ours(**settings(value)), {}, str(value))
+            for value in values
+        }
+
+    def _grow(self) -> dict[str, Any]:
+        """Ours and the peers on more and more training rows."""
+        found: dict[str, Any] = {}
+        for n_train in SAMPLES[:2] if self._options.quick else SAMPLES:
+            rows = table_methods.load(self._options.data, "mnist", 0, n_train)
+            for objective in OBJECTIVES:
+                places = table_methods.ours(rows, 0, objective=objective, **self._settings)
+                found[f"{n_train:,} {objective}"] = [table_methods.score(rows, places)]
+            for package in DISTRIBUTIONS:
+                measured = table_methods.peer(package, rows, self._options.peers_python)
+                if measured is not None:
+                    found[f"{n_train:,} {package}"] = [table_methods.score(rows, measured[0])]
+        return found
+
+    def _load(self, name: str, seed: int) -> Rows:
+        if not self._options.quick:
+            return table_methods.load(self._options.data, name, seed)
+        rows = table_methods.load(self._options.data, name, seed, 1000)
+        return rows._replace(x_test=rows.x_test[:500], y_test=rows.y_test[:500])
+
+    def _page(self, title: str, parts: Sequence[str]) -> str:
+        lines = [f"# {title}", "", measure.conditions(self._machine, self._versions), "", *NOTES]
+        lines.append(f"- ours and the autoencoder: {len(self._seeds)} seeds; the others one run.")
+        if self._options.quick:
+            lines += ["", "**A quick run on a few rows: these figures mean nothing.**"]
+        return "\n".join([*lines, "", *parts]) + "\n"
+
+    def _draw(self, name: str, pictures: dict[str, dict[str, tuple[Rows, Places]]]) -> None:
+        """The test rows of every method and set, coloured by label, as one PNG."""
+        folder = self._options.results or measure.RESULTS
+        if self._options.quick and self._options.results is None:
+            return
+        n_columns = max(len(shown) for shown in pictures.values())
+        figure, axes = plt.subplots(
+            len(pictures), n_columns, figsize=(3 * n_columns, 3 * len(pictures)), squeeze=False
+        )
+        for axis in axes.ravel():
+            axis.set_axis_off()
+        for row, (title, shown) in zip(axes, pictures.items(), strict=True):
+            for axis, (method, (rows, places)) in zip(row, shown.items(), strict=False):
+                axis.scatter(*places.test.T, c=rows.y_test, s=1, cmap="tab20", linewidths=0)
+                axis.set_title(f"{title}: {method}", fontsize=8)
+        figure.tight_layout()
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.png", dpi=100)
+        plt.close(figure)
+
+
+NOTES = (
+    f"- at most {table_methods.MOST_TRAINING:,} training rows, drawn by the seed, and "
+    f"{table_methods.MOST_TEST:,} test rows; sets without a split: a fifth of the rows.",
+    f"- accuracy: {table_methods.K}-NN on the map, per cent; of training rows among the others.",
+    f"- trustworthiness: k={table_methods.TRUST_K}, at most {table_methods.TRUST_ROWS:,} rows.",
+    "- paper: as printed there; its protocol is not stated in full.",
+)
+
+
+def _quality_tables(found: Found) -> list[str]:
+    parts: list[str] = []
+    head = ["method", "10-NN, train", "10-NN, test", "10-NN, paper"]
+    head += ["trust, train", "trust, test", "trust, paper", "fit, s"]
+    for name, methods in found.items():
+        rows = []
+        for method, scores in methods.items():
+            paper = PAPER_QUALITY[name].get(method)
+            paper = PAPER_AUTOENCODER[name] if method == "autoencoder" else paper
+            accuracy, trust = (f"{paper[0]}", f"{paper[1]}") if paper else ("", "")
+            rows.append(
+                [
+                    method,
+                    _percent(scores, "train_accuracy"),
+                    _percent(scores, "test_accuracy"),
+                    accuracy,
+                    _number(scores, "train_trustworthiness"),
+                    _number(scores, "test_trustworthiness"),
+                    trust,
+                    f"{_mean(scores, 'fit_seconds'):.1f}",
+                ]
+            )
+        parts += [f"## {name}", "", measure.table(head, rows), ""]
+    return parts
+
+
+def _study_rows(table: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            value,
+            _percent(scores, "train_accuracy"),
+            _percent(scores, "test_accuracy"),
+            _number(scores, "test_trustworthiness"),
+            f"{_mean(scores, 'fit_seconds'):.1f}",
+        ]
+        for value, scores in table.items()
+    ]
+
+
+def _mean(scores: Sequence[dict[str, float]], key: str) -> float:
+    return statistics.fmean(found[key] for found in scores)
+
+
+def _percent(scores: Sequence[dict[str, float]], key: str) -> str:
+    return _with_spread([100 * found[key] for found in scores], 1)
+
+
+def _number(scores: Sequence[dict[str, float]], key: str) -> str:
+    return _with_spread([found[key] for found in scores], 3)
+
+
+def _with_spread(values: Sequence[float], digits: int) -> str:
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()
