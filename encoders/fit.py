@@ -66,7 +66,7 @@ class FitConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     exaggeration: float = 4.0
-    exaggerated_share: float = 0.5
+    exaggerated_share: float = 0.3
     clip_layer: float = 1.0
     seed: int = 0
     checkpoint_seconds: float = 60.0

@@ -260,7 +260,7 @@ def main() -> None:
     )
     logging.getLogger("lakemap").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _terminate)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on workers, see jobs/cluster.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/cluster.py
     try:
         app(arguments)
     except Exception as error:

@@ -123,7 +123,7 @@ class TrainConfig:
     spread: Positive = 1.0
     epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    exaggerated_share: Share = 0.5
+    exaggerated_share: Share = 0.3
     clip_pairwise: Positive = 16.0
     clip_layer: Positive = 1.0
     seed: Seed = 0
