@@ -22,10 +22,10 @@ from pipeline.runner import FINAL_ERRORS, Report, Runner, SerialRunner, Task, fa
 
 PROGRESS_TOPIC = "lakemap-progress"
 # One thread unless a task sets its own number. Threads of training wait for one another in a loop,
-# by default so long that one busy process beside them stalls it (811 ms a step); asleep at once they
-# wake too late (26 ms). A short loop costs 16 ms, and 42 to 105 beside two busy processes. Dask's own
-# MALLOC_TRIM_THRESHOLD_ is left out: it gives every large array back to the system at once (49
-# against 28 ms a step).
+# by default so long that one busy process beside them stalls it (811 ms a step); asleep at once
+# they wake too late (26 ms). A short loop costs 16 ms, and 42 to 105 beside two busy processes.
+# Dask's own MALLOC_TRIM_THRESHOLD_ is left out: it gives every large array back to the system at
+# once (49 against 28 ms a step).
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": 1,
     "MKL_NUM_THREADS": 1,
