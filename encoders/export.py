@@ -1,6 +1,7 @@
 """The encoder as one ONNX graph, from raw rows to positions, for systems without torch."""
 
 import importlib.util
+import logging
 import warnings
 
 import torch
@@ -29,6 +30,7 @@ def to_onnx(encoder: Encoder) -> bytes:
     if importlib.util.find_spec("onnxscript") is None:  # torch needs it to export
         raise ArtifactError("export: onnxscript is not installed; pip install 'lakemap[onnx]'")
     whole = _Whole(encoder.preprocessing, encoder.network).eval()
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of torchvision's absence
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
         program = torch.onnx.export(

@@ -11,7 +11,8 @@ import torch
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOCK_ROWS = 8192  # rows widened at once when statistics are taken
-COMPONENT_ROWS = 50_000  # rows that decide the principal components
+COMPONENT_ROWS = 20_000  # rows that decide the principal components
+SPARE_DIRECTIONS, SUBSPACE_ROUNDS = 10, 4
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,39 @@ def fit_preprocessing(rows: Array, config: PreprocessingConfig) -> Preprocessing
 
 
 def _components(rows: Array, plain: Preprocessing, config: PreprocessingConfig) -> Array:
-    """(d, c) principal directions; with `scale` the projections are as large as the rows were."""
+    """(d, c) principal directions; with `scale` the projections are as large as the rows were.
+
+    Found by iterating on a random subspace, so that rows of any width take memory for a few of its
+    directions only: a covariance matrix of 16,384 columns would need 2 GiB and hours.
+    """
     some = rows[:: -(-len(rows) // COMPONENT_ROWS)]
-    d = rows.shape[1]
-    products, total = np.zeros((d, d)), np.zeros(d)
-    for start in range(0, len(some), BLOCK_ROWS):
-        block = plain.apply(torch.from_numpy(np.array(some[start : start + BLOCK_ROWS]))).numpy()
-        products += block.T @ block
-        total += block.sum(0, dtype=np.float64)
-    mean = total / len(some)
-    values, vectors = np.linalg.eigh(products / len(some) - np.outer(mean, mean))
-    kept = vectors[:, ::-1][:, : config.pca]
+    n_kept = min(config.pca or 0, len(some))
+    rng = np.random.default_rng(0)
+    width = min(n_kept + SPARE_DIRECTIONS, rows.shape[1])
+    directions = np.linalg.qr(rng.normal(size=(rows.shape[1], width)))[0]
+    for _ in range(SUBSPACE_ROUNDS):
+        directions = np.linalg.qr(_spread(some, plain, directions))[0]
+    spread = directions.T @ _spread(some, plain, directions)
+    values, turned = np.linalg.eigh((spread + spread.T) / 2)
+    kept = directions @ turned[:, ::-1][:, :n_kept]
     # The sign of a direction is free; the largest entry decides it on every machine.
     kept = kept * np.sign(kept[np.abs(kept).argmax(axis=0), np.arange(kept.shape[1])])
     if config.scale:
-        kept = kept / (math.sqrt(max(float(values[::-1][: config.pca].mean()), 0.0)) or 1.0)
+        kept = kept / (math.sqrt(max(float(values[::-1][:n_kept].mean()), 0.0)) or 1.0)
     return np.ascontiguousarray(kept, dtype=np.float32)
+
+
+def _spread(rows: Array, plain: Preprocessing, directions: Array) -> Array:
+    """The covariance of the rows times the directions, (d, w) float64, block by block."""
+    narrow = directions.astype(np.float32)
+    products, total = np.zeros(directions.shape), np.zeros(len(directions))
+    for start in range(0, len(rows), BLOCK_ROWS):
+        block = plain.apply(torch.from_numpy(np.array(rows[start : start + BLOCK_ROWS]))).numpy()
+        products += block.T @ (block @ narrow)
+        total += block.sum(0, dtype=np.float64)
+    mean = total / len(rows)
+    found: Array = products / len(rows) - np.outer(mean, mean @ directions)
+    return found
 
 
 def _blocks(rows: Array, normalize: bool) -> Iterator[Array]:

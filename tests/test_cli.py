@@ -198,6 +198,14 @@ def test_stages_one_by_one_make_the_run(job: Path, tmp_path: Path, capsys: Captu
     assert (report.code, report.err) == (0, "")
     assert "298 rows mapped, 2 quarantined, accuracy " in report.out
     assert f"report:  {run}/report.html" in report.out
+    exported = call_cli(capsys, "export", "onnx", job, "--to", tmp_path / "encoder.onnx")
+    assert exported.code == 0
+    assert "positions (n, 2)" in exported.out
+    assert (tmp_path / "encoder.onnx").stat().st_size > 1000
+    (tmp_path / "encoder.onnx").unlink()
+    lost = call_cli(capsys, "export", "onnx", job, "--to", tmp_path / "nowhere/encoder.onnx")
+    assert lost.code == 2
+    assert "cannot be written" in lost.err
     status = call_cli(capsys, "status", job)
     assert f"published: {run.name}" in status.out
 

@@ -18,7 +18,7 @@ from encoders.artifact import Encoder, set_threads
 from encoders.fit import DivergedError, Draw, FitConfig, Fitted, Trained, fit
 from encoders.networks import NetworkConfig, build_network
 from encoders.objectives import ObjectiveConfig, build_objective
-from encoders.preprocessing import PreprocessingConfig, fit_preprocessing
+from encoders.preprocessing import BLOCK_ROWS, PreprocessingConfig, fit_preprocessing
 from pipeline.batches import EdgeBatches, Edges, PointBatches
 from pipeline.config import Job, TrainConfig
 from pipeline.errors import ConfigError
@@ -56,15 +56,15 @@ def settings(job: Job) -> TrainSettings:
 
 
 def estimate(job: Job, shape: Shape) -> Estimate:
-    """All training rows, the network's passes over a batch, the batch's pairs, a covariance."""
+    """All training rows, the network's passes over a batch, the batch's pairs, components."""
     config = job.train
     hidden, depth = config.encoder.hidden, 2 * config.encoder.layers + 2
     weights = 4 * hidden * (shape.width + hidden * depth)
     batch = config.batch * 4 * (2 * shape.width + 3 * depth * hidden + 6 * config.batch)
     rows = shape.n_train * shape.row_bytes
     graph = 24 * shape.n_train * job.neighbors.k if config.batches == "points" else 0
-    covariance = 32 * shape.width**2 if preprocessing_config(settings(job)).pca else 0
-    held = max(batch + 5 * weights, covariance) + graph
+    components = 32 * shape.width * (preprocessing_config(settings(job)).pca or 0)
+    held = max(batch + 5 * weights, components + 2 * BLOCK_ROWS * 8 * shape.width) + graph
     return Estimate(1, PROCESS_BYTES + 2 * rows + held, 2 * weights)
 
 

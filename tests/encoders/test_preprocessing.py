@@ -110,3 +110,21 @@ def test_rows_of_no_more_columns_than_components_are_not_projected(pca: int) -> 
 def test_no_components_are_refused() -> None:
     with pytest.raises(ValueError, match="pca is 0; at least 1 component is needed"):
         fit_preprocessing(correlated(50), PreprocessingConfig(pca=0))
+
+
+def test_components_of_many_columns_equal_those_of_the_covariance() -> None:
+    rng = np.random.default_rng(1)
+    spread = np.diag(1 / np.arange(1, 81))
+    rows = (rng.normal(size=(3000, 80)) @ spread @ rng.normal(size=(80, 80))).astype(np.float32)
+    found = fit_preprocessing(rows, PreprocessingConfig(pca=5, scale=False)).components
+    assert found is not None
+    _, vectors = np.linalg.eigh(np.cov(rows.T))
+    overlap = np.abs(np.einsum("ij,ij->j", vectors[:, ::-1][:, :5], found))
+    assert overlap.min() > 0.999
+
+
+def test_very_wide_rows_are_projected_in_little_time_and_memory() -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (300, 16_384), dtype=np.uint8)
+    preprocessing = fit_preprocessing(rows, PreprocessingConfig(pca=100))
+    assert preprocessing.components is not None
+    assert preprocessing.components.shape == (16_384, 100)
