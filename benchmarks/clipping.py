@@ -15,7 +15,8 @@ import matplotlib
 import numpy as np
 
 from benchmarks import measure, table_methods
-from benchmarks.table_methods import Places, Rows
+from benchmarks.lake_to_map import Rows
+from benchmarks.table_methods import Places
 from encoders.fit import DivergedError
 from pipeline.config import EncoderConfig, InputConfig, Job, NeighborsConfig, TrainConfig
 from pipeline.estimator import train_encoder

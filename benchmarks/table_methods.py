@@ -16,6 +16,7 @@ from sklearn.manifold import trustworthiness
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
 from benchmarks import measure
+from benchmarks.lake_to_map import Rows
 from benchmarks.peers import DISTRIBUTIONS, NOT_INSTALLED
 from encoders.artifact import Encoder
 from encoders.baselines import fit_autoencoder, fit_embedding
@@ -32,15 +33,6 @@ TRUST_ROWS = 5000
 MOST_TRAINING = 10_000  # the cap of the paper's release
 MOST_TEST = 10_000
 BASELINE_CLIP = 1e6
-
-
-class Rows(NamedTuple):
-    """Vectors (n, d) and labels (n,) of training and test rows."""
-
-    x_train: NDArray[Any]
-    y_train: NDArray[Any]
-    x_test: NDArray[Any]
-    y_test: NDArray[Any]
 
 
 class Places(NamedTuple):

@@ -17,8 +17,9 @@ from typing import Any
 import matplotlib
 
 from benchmarks import measure, table_methods
+from benchmarks.lake_to_map import Rows
 from benchmarks.peers import DISTRIBUTIONS
-from benchmarks.table_methods import Places, Rows
+from benchmarks.table_methods import Places
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -126,9 +126,8 @@ class Lakemap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return tags
 
     def _check(self, X: Any, *, reset: bool) -> NDArray[Any]:
-        dtypes = list(DTYPES)
         checked: NDArray[Any] = validate_data(
-            self, X, reset=reset, dtype=dtypes, ensure_min_samples=2 if reset else 1
+            self, X, reset=reset, dtype=list(DTYPES), ensure_min_samples=2 if reset else 1
         )
         return checked
 

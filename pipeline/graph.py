@@ -8,7 +8,13 @@ from numpy.typing import NDArray
 from pipeline.kernels.affinity import calibrate
 from pipeline.kernels.cells import assign_cells, trim_cells
 from pipeline.kernels.memberships import find_memberships
-from pipeline.kernels.neighbors import Cells, Neighbors, search_cells, search_exact, widen
+from pipeline.kernels.neighbors import (
+    Neighbors,
+    group_members,
+    search_cells,
+    search_exact,
+    widen,
+)
 from pipeline.kernels.sampling import draw_positions
 from pipeline.kernels.symmetrize import (
     Received,
@@ -34,23 +40,14 @@ def find_neighbors(rows: NDArray[Any], config: CellSettings) -> Neighbors:
     probe = make_probe(vectors[np.sort(drawn)], n_rows, config.k)
     option = choose(probe, config, bucket_row_bytes(width, 4, config.k))
     assigned = assign_cells(vectors, option.centroids, option.overlap)
-    members = _group_members(trim_cells(assigned, option.reach))
-    found = search_cells(vectors, members, config.k)
+    numbers = trim_cells(assigned, option.reach)
+    found = search_cells(vectors, group_members(numbers, numbers >= 0), config.k)
     ids, distances = found.ids.astype(np.int64), found.distances
     short = np.flatnonzero(ids[:, -1] < 0)
     if len(short):
         exact = search_exact(vectors[short], short, vectors, np.arange(n_rows), config.k)
         ids[short], distances[short] = exact
     return Neighbors(ids, distances)
-
-
-def _group_members(cells: NDArray[np.int32]) -> Cells:
-    """The rows of each cell; cells is (n, overlap), -1 for none."""
-    rows, places = np.nonzero(cells >= 0)
-    numbers = cells[rows, places]
-    order = np.argsort(numbers, kind="stable")
-    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
-    return Cells(np.append(starts, len(order)), rows[order].astype(np.int32))
 
 
 def join_graph(neighbors: Neighbors, perplexity: float | None) -> SparseRows:

@@ -83,6 +83,15 @@ def search_exact(queries: Floats, query_ids: Ids, rows: Floats, row_ids: Ids, k:
     return found
 
 
+def group_members(cells: Members, inside: NDArray[np.bool_]) -> Cells:
+    """Return the rows of each cell; cells, (n, overlap), count where inside is true."""
+    rows, places = np.nonzero(inside)
+    numbers = cells[rows, places]
+    order = np.argsort(numbers, kind="stable")
+    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+    return Cells(np.append(starts, len(order)), rows[order].astype(np.int32))
+
+
 def search_cells(rows: Floats, cells: Cells, k: int) -> Neighbors:
     """Return the k nearest rows of each row among those that share a cell with it.
 

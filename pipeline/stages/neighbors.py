@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from pipeline.config import Job
 from pipeline.kernels.neighbors import (
-    Cells,
     Neighbors,
     empty_neighbors,
+    group_members,
     mean_interval,
     merge_found,
     recall_per_query,
@@ -112,7 +112,7 @@ def search_part(context: Context[NeighborSettings], partition: Partition, _: Rep
     number, k = context.facts["buckets"][partition.index], context.settings.k
     bucket = _read_bucket(context, number, partition.n_rows)
     inside = _cells_inside(context, number, bucket)
-    found = search_cells(bucket.vectors, _group_members(bucket, inside), k)
+    found = search_cells(bucket.vectors, group_members(bucket.cells, inside), k)
     _complete(found, bucket, inside[:, 0])
     # A list may still be short, of a row that another bucket completes: -1 stays -1.
     ids = np.where(found.ids < 0, -1, bucket.rows[found.ids])
@@ -143,15 +143,6 @@ def _cells_inside(
     """Which of the rows' cells, (n, overlap), lie in this bucket."""
     _, groups = cells.read_cells(context.inputs["centroids"])
     return np.asarray((groups[bucket.cells] == number) & (bucket.cells >= 0))
-
-
-def _group_members(bucket: Bucket, inside: NDArray[np.bool_]) -> Cells:
-    """The members of each cell of the bucket, as positions among the bucket's rows."""
-    rows, places = np.nonzero(inside)
-    numbers = bucket.cells[rows, places]
-    order = np.argsort(numbers, kind="stable")
-    starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
-    return Cells(np.append(starts, len(order)), rows[order].astype(np.int32))
 
 
 def _complete(found: Neighbors, bucket: Bucket, at_home: NDArray[np.bool_]) -> None:

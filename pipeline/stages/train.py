@@ -34,8 +34,6 @@ CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 10.0
 EXTENT_ROWS = 50_000
 STEPS_PER_REPORT = 20
-
-
 COMPONENTS = 100  # principal components that dense networks get by default
 GAMMA = {"tsne": 1.0, "largevis": 7.0, "umap": 1.0}  # the papers' own
 
