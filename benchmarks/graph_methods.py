@@ -123,7 +123,7 @@ class Found(NamedTuple):
     settings: Settings
     recall: float
     seconds: list[float]  # of each round
-    cold_seconds: float  # from the start of the process to the end of the first round
+    colds: list[float]  # from the start of a process to the end of its first round
     peak_bytes: int
     share: int
 
@@ -131,6 +131,11 @@ class Found(NamedTuple):
     def warm_seconds(self) -> float:
         """The median of the rounds after the first; of one round, that one."""
         return statistics.median(self.seconds[1:] or self.seconds)
+
+    @property
+    def cold_seconds(self) -> float:
+        """The median of the cold starts."""
+        return statistics.median(self.colds)
 
     @property
     def n_runs(self) -> int:
@@ -171,6 +176,15 @@ def run_peer(task: Task, method: str, trials: list[Settings], effort: Effort) ->
     return _read_found(task, method, effort, started, measured)
 
 
+def run_colds(task: Task, found: Found, times: int) -> Found:
+    """What was found, with so many cold starts in all."""
+    more = (
+        run_peer(task, found.method, [found.settings], Effort(share=found.share))
+        for _ in range(times - len(found.colds))
+    )
+    return found._replace(colds=found.colds + [again[0].cold_seconds for again in more])
+
+
 def _read_found(
     task: Task, method: str, effort: Effort, started: float, measured: measure.Measured
 ) -> list[Found]:
@@ -188,7 +202,7 @@ def _read_found(
                     settings=trial["settings"],
                     recall=recall,
                     seconds=[clock["seconds"] for clock in rounds],
-                    cold_seconds=rounds[0]["ended"] - started,
+                    colds=[rounds[0]["ended"] - started],
                     peak_bytes=measured.largest_bytes,
                     share=effort.share,
                 )
