@@ -156,6 +156,61 @@ def report(job_file: JobFile, overrides: Overrides = None) -> None:
     typer.echo(f"report:  {folder.url}/report.html")
 
 
+@app.command()
+def verify(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Read every committed file again and compare it with its checksum and row count."""
+    from jobs.tables import human_bytes
+    from pipeline.config import load_job
+    from pipeline.errors import StoreError
+    from pipeline.stores import Folder
+    from pipeline.upkeep import verify as verify_output
+
+    job = load_job(job_file, overrides or ())
+    found = verify_output(Folder(job.output))
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        for line in found.damaged:
+            typer.echo(line)
+        typer.echo(f"{found.n_files:,} files read, {human_bytes(found.n_bytes)}")
+    if found.damaged:
+        raise StoreError(
+            f"{job.output}: {len(found.damaged)} of {found.n_files} files are damaged; "
+            f"lakemap run {job_file} makes those of its stores again"
+        )
+
+
+@app.command()
+def gc(
+    job_file: JobFile,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    min_age_hours: Annotated[
+        float, typer.Option(min=0, help="Younger files stay: a run may be writing them.")
+    ] = 24.0,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what dead attempts and earlier settings left; never what a run or the job needs."""
+    import time
+
+    from jobs import flow
+    from jobs.tables import human_bytes
+    from pipeline.config import load_job
+    from pipeline.stores import Folder
+    from pipeline.upkeep import collect
+
+    job = load_job(job_file, overrides or ())
+    oldest = time.time() - 3600 * min_age_hours
+    found = collect(Folder(job.output), flow.used_stores(job), oldest, delete=not dry_run)
+    if as_json:
+        _print_json({**asdict(found), "dry_run": dry_run})
+        return
+    for place in found.places:
+        typer.echo(place)
+    done = "would be removed" if dry_run else "removed"
+    typer.echo(f"{found.n_files:,} files, {human_bytes(found.n_bytes)}, {done}")
+
+
 @export.command("onnx")
 def export_onnx(
     job_file: JobFile,

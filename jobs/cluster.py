@@ -1,19 +1,20 @@
-"""The only file that knows Dask: opens a client, runs tasks on its workers."""
+"""Dask, known to this file and flights.py alone: opens a client, runs tasks on its workers."""
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import dask
-from distributed import Client, Future, KilledWorker, LocalCluster, as_completed, get_worker
+from distributed import Client, KilledWorker, LocalCluster, get_worker
 from distributed.comm.core import CommClosedError
 from distributed.system import MEMORY_LIMIT
 
+from jobs.flights import TASKS_PER_WORKER, Attempt, Flights
 from pipeline.config import ClusterConfig
 from pipeline.errors import ClusterError
 from pipeline.manifest import Commit
@@ -32,15 +33,6 @@ WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": 1,
     "GOMP_SPINCOUNT": 10_000,
 }
-TASKS_PER_WORKER = 2  # one runs, the next is already there
-
-
-class Attempt(NamedTuple):
-    """A partition on its way through the cluster."""
-
-    part: Partition
-    number: int
-    future: "Future[Commit]"
 
 
 class DaskRunner:
@@ -70,42 +62,33 @@ class DaskRunner:
         """Commits of all partitions, as they finish; failed ones are tried again."""
         waiting = iter(parts)
         resources = {"GPU": 1} if whole_machine and self.has_gpu else None
-        flying: dict[str, Attempt] = {}
-        results = as_completed(loop=self._client.loop)
-
-        def send(part: Partition, number: int) -> None:
-            key = f"{name}-{part.index}-{number}-{uuid4().hex}"
-            future = self._client.submit(
-                run_on_worker, task, part, key=key, pure=False, resources=resources
-            )
-            flying[key] = Attempt(part, number, future)
-            results.add(future)
-
+        flights = Flights(self._client, name, functools.partial(run_on_worker, task), resources)
         with self._progress(report):
-            for part in islice(waiting, TASKS_PER_WORKER * self.n_workers):
-                send(part, 1)
             try:
-                for future in results:
-                    attempt = flying.pop(future.key)
-                    commit = self._result(name, attempt)
-                    future.release()  # or Dask does it again when the worker that has it dies
-                    if commit is None:
-                        send(attempt.part, attempt.number + 1)
-                        continue
-                    for part in islice(waiting, 1):
-                        send(part, 1)
-                    yield commit
+                for part in islice(waiting, TASKS_PER_WORKER * self.n_workers):
+                    flights.send(part, 1)
+                while flights:
+                    attempt, twins = flights.land()
+                    commit = self._result(name, attempt, has_twin=bool(twins))
+                    attempt.future.release()  # or Dask does it again when its worker dies
+                    if commit is not None:
+                        flights.settle(commit, twins)
+                        for part in islice(waiting, 1):
+                            flights.send(part, 1)
+                        yield commit
+                    elif not twins:
+                        flights.send(attempt.part, attempt.number + 1)
             finally:
-                self._client.cancel([attempt.future for attempt in flying.values()], force=True)
+                flights.cancel_all()
 
-    def _result(self, name: str, attempt: Attempt) -> Commit | None:
-        """The commit, or None when the partition deserves another attempt."""
+    def _result(self, name: str, attempt: Attempt, has_twin: bool) -> Commit | None:
+        """The commit, or None when the partition deserves another attempt or has one."""
         try:
             return attempt.future.result()
         except FINAL_ERRORS:
             raise
         except Exception as error:
-            if attempt.number <= self._retries:
+            if has_twin or attempt.number <= self._retries:
                 return None
             if isinstance(error, KilledWorker | asyncio.CancelledError | CommClosedError):
                 raise ClusterError(

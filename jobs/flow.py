@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
 from pipeline.config import Job
-from pipeline.errors import ConfigError, DamagedError, InputError, StageError
+from pipeline.errors import ConfigError, DamagedError, InputError, StageError, StoreError
 from pipeline.lake import take_snapshot
 from pipeline.manifest import (
     Manifest,
@@ -23,6 +24,7 @@ from pipeline.manifest import (
     load_plan,
     open_store,
 )
+from pipeline.remote import is_remote
 from pipeline.runner import Runner
 from pipeline.stage import Estimate, Observer, Shape, Stage, StoreRef, locate, run_stage
 from pipeline.stages import (
@@ -155,9 +157,9 @@ def find_shortage(job: Job, needs: Preflight, task_bytes: int, train_bytes: int)
 
 def free_bytes(output: str) -> int | None:
     """Free bytes where the output goes; None for object stores."""
-    if "://" in output:
+    if is_remote(output):
         return None
-    path = Path(output)
+    path = Path(output.removeprefix("file://"))
     existing = next(parent for parent in [path, *path.parents] if parent.exists())
     return shutil.disk_usage(existing).free
 
@@ -177,21 +179,26 @@ def check_installation() -> None:
 
 def check_place(job: Job) -> None:
     """Refuse an output that has a file in its way; touches nothing."""
-    if "://" not in job.output:
-        path = Path(job.output)
+    if not is_remote(job.output):
+        path = Path(job.output.removeprefix("file://"))
         for place in [path, *path.parents]:
             if place.is_file():
                 raise ConfigError(f"output {job.output}: {place} is a file; name a folder")
 
 
 def check_output(job: Job) -> None:
-    """Refuse an output that cannot be written."""
-    root = Folder(job.output)
+    """Refuse an output that cannot be written, or that lets one write undo another."""
+    root, key = Folder(job.output), f".probe-{uuid4().hex}"
     try:
-        root.put(".writable", b"")
-        root.delete(".writable")
-    except Exception as error:
+        first, second = root.create(key, b"first"), root.create(key, b"second")
+        root.delete(key)
+    except StoreError as error:
         raise ConfigError(f"output {job.output}: not writable ({error}); choose another") from error
+    if not first or second:
+        raise ConfigError(
+            f"output {job.output}: the store ignores conditional puts (If-None-Match), so two "
+            f"attempts could overwrite each other; choose a store that honours them"
+        )
 
 
 def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -> Published | None:
@@ -278,6 +285,21 @@ def status(job: Job) -> list[StageStatus]:
         n_parts = len(store.records)
         found.append(StageStatus(stage.name, "done", n_parts, n_parts, store.n_rows))
         refs[stage.name] = StoreRef(folder, store.manifest.digest)
+    return found
+
+
+def used_stores(job: Job) -> list[str]:
+    """Places below the output of the job's stores, as far as they can be told."""
+    root = Folder(job.output)
+    refs = {"lake": _snapshot_ref(job)}
+    found: list[str] = []
+    for stage in STAGES:
+        if all(name in refs for name in stage.reads):
+            folder = _locate(stage, refs, root, job)
+            found.append(folder.url.removeprefix(f"{root.url}/"))
+            store = find_store(folder)
+            if store is not None:
+                refs[stage.name] = StoreRef(folder, store.manifest.digest)
     return found
 
 

@@ -24,18 +24,27 @@ import pyarrow.parquet as pq
 import zarr
 from numpy.typing import NDArray
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import LocalStore, from_url
+from obstore.store import LocalStore
 from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import MemoryStore
 
 from pipeline.errors import DamagedError, StoreError
+from pipeline.remote import connect, explain, is_remote
 
 # Arrays are cut into chunks of about this size: small enough to read a slice of a bucket
 # without the whole block, large enough to keep the number of objects low.
 CHUNK_BYTES = 4 << 20
 
 Arrays = Mapping[str, NDArray[Any]]
+
+
+class Entry(NamedTuple):
+    """An object: its key, its size, the time of its last change in seconds since 1970."""
+
+    key: str
+    n_bytes: int
+    changed: float
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,13 @@ class Folder:
         return Folder(f"{self.url.rstrip('/')}/{name}")
 
     def put(self, key: str, data: bytes) -> None:
-        """Write the whole object at once, replacing an older one."""
+        """Write the whole object in one request, replacing an older one.
+
+        Not in parts: parts of an upload that failed would stay, unseen and paid for.
+        """
         store, path = self._locate(key)
         with _explained(self, key):
-            obstore.put(store, path, data)
+            obstore.put(store, path, data, use_multipart=False)
 
     def create(self, key: str, data: bytes) -> bool:
         """True if the object did not exist and is now there; False if it was there already."""
@@ -90,11 +102,24 @@ class Folder:
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Size of every object below the prefix, by key relative to this folder."""
+        return {entry.key: entry.n_bytes for entry in self.entries(prefix)}
+
+    def entries(self, prefix: str = "") -> Iterator["Entry"]:
+        """Every object below the prefix, as the store tells of them."""
         store, path = self._locate(prefix)
         root = len(self._locate("")[1])
         with _explained(self, prefix):
-            found = [meta for page in obstore.list(store, path) for meta in page]
-        return {meta["path"][root:].lstrip("/"): meta["size"] for meta in found}
+            for page in obstore.list(store, path):
+                for meta in page:
+                    key = meta["path"][root:].lstrip("/")
+                    yield Entry(key, meta["size"], meta["last_modified"].timestamp())
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        """Names of the folders right below the prefix."""
+        store, path = self._locate(prefix)
+        with _explained(self, prefix):
+            found = obstore.list_with_delimiter(store, path)["common_prefixes"]
+        return tuple(sorted(place.rstrip("/").rpartition("/")[2] for place in found))
 
     def copy_to(self, key: str, target: "Folder", target_key: str) -> None:
         """Copy an object inside the same store: a hard link on disk, server-side elsewhere."""
@@ -115,7 +140,7 @@ class Folder:
         root, prefix = _split_url(self.url)
         path = f"{prefix}/{key}" if key else prefix
         with _explained(self, key):
-            return _open_store(root), path.strip("/")
+            return _local_store() if root == "/" else connect(root), path.strip("/")
 
 
 def _split_url(url: str) -> tuple[str, str]:
@@ -126,9 +151,9 @@ def _split_url(url: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}", prefix
 
 
-@lru_cache(maxsize=32)
-def _open_store(root: str) -> Any:
-    return LocalStore("/") if root == "/" else from_url(root)
+@lru_cache(maxsize=1)
+def _local_store() -> LocalStore:
+    return LocalStore("/")
 
 
 @contextmanager
@@ -139,8 +164,8 @@ def _explained(folder: Folder, key: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (BaseError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise StoreError(f"{folder.url}/{key}: {reason}; check path, rights and space") from error
+        hint = "credentials and permissions" if is_remote(folder.url) else "path, rights and space"
+        raise StoreError(f"{folder.url}/{key}: {explain(error)}; check {hint}") from error
 
 
 def encode_arrays(arrays: Arrays) -> dict[str, bytes]:

@@ -3,16 +3,17 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hypothesis import settings
-from obstore.store import MemoryStore
 
 from jobs.cluster import open_runner
-from pipeline import stores
 from pipeline.config import ClusterConfig
+from pipeline.remote import connect
 from pipeline.runner import Runner, SerialRunner
 from pipeline.stores import Folder
+from tests.s3 import BUCKET, OWNER, S3Server, run_server
 
 # As the command line sets it: waiting threads that spin stall each other on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -44,15 +45,29 @@ def runner(request: pytest.FixtureRequest) -> Runner:
     return found
 
 
-@pytest.fixture(params=["path", "url", "memory"])
-def folder(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Folder:
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3 server for all tests."""
+    with run_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
+    """An empty folder in a bucket, reached with the owner's keys from the environment."""
+    for name, value in s3_server.environment(OWNER).items():
+        monkeypatch.setenv(name, value)
+    connect.cache_clear()
+    yield Folder(f"s3://{BUCKET}/{uuid4().hex}/a folder, é")
+    connect.cache_clear()
+
+
+@pytest.fixture(params=["path", "url", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """An empty folder in each kind of store."""
     if request.param == "path":
         return Folder(str(tmp_path / "a folder, é"))
     if request.param == "url":
         return Folder(f"file://{tmp_path}/folder")
-    memory = MemoryStore()
-    monkeypatch.setattr(stores, "_open_store", lambda _: memory)
-    return Folder("memory://bucket/deep/folder")
+    found: Folder = request.getfixturevalue("bucket")
+    return found

@@ -155,7 +155,9 @@ def write_zarr(path: Path, blobs: Blobs, version: Literal[2, 3]) -> Lake:
     return lake
 
 
-def make_settings(lake: Path, output: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
+def make_settings(
+    lake: Path | str, output: Path | str, **sections: Mapping[str, Any]
+) -> dict[str, Any]:
     """A job file's contents: SETTINGS with the sections laid over them, key by key."""
     merged = {name: dict(section) for name, section in SETTINGS.items()}
     for name, section in sections.items():
@@ -169,7 +171,9 @@ def make_job(lake: Path, output: Path, **sections: Mapping[str, Any]) -> Job:
     return build_job(make_settings(lake, output, **sections), "job", output.parent)
 
 
-def write_job(path: Path, lake: Path, output: Path, **sections: Mapping[str, Any]) -> Path:
+def write_job(
+    path: Path, lake: Path | str, output: Path | str, **sections: Mapping[str, Any]
+) -> Path:
     """A job file of these settings."""
     path.write_text(yaml.safe_dump(make_settings(lake, output, **sections)))
     return path

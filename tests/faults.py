@@ -1,6 +1,7 @@
 """Tasks that fail by script, a toy stage made of them, and ways to damage stored objects."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report
 from pipeline.stage import Context, Estimate, Shape, Stage
 
-OK, RAISE, DIE = "ok", "raise", "die"
+OK, RAISE, DIE, HANG = "ok", "raise", "die", "hang"
+HANG_SECONDS = 8.0
 ERRORS: dict[str, Exception] = {
     RAISE: ValueError("scripted\nsecond line"),
     "config": ConfigError("toy: setting 7 is wrong; correct it"),
@@ -48,7 +50,9 @@ class Script:
         word = words[attempt - 1] if attempt <= len(words) else OK
         if word == DIE:
             os._exit(1)
-        if word != OK:
+        if word == HANG:
+            time.sleep(HANG_SECONDS)
+        elif word != OK:
             raise ERRORS[word]
         return attempt
 

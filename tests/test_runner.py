@@ -2,22 +2,27 @@
 
 import pickle
 import re
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from jobs.cluster import TASKS_PER_WORKER
+from jobs import flights
+from jobs.flights import TASKS_PER_WORKER
 from pipeline.errors import GateError, InputError, StageError, StoreError
+from pipeline.manifest import Commit, Effort
 from pipeline.partitions import Partition, split_rows
-from pipeline.runner import Runner, SerialRunner, failed
+from pipeline.runner import Report, Runner, SerialRunner, failed
 from pipeline.stage import run_stage
 from pipeline.stores import Folder
 from tests.conftest import RETRIES
 from tests.faults import (
     DOUBLE,
     ERRORS,
+    HANG,
     OK,
     RAISE,
     TOY,
@@ -25,6 +30,7 @@ from tests.faults import (
     Script,
     ScriptedTask,
     ignore_report,
+    make_commit,
     make_job,
 )
 
@@ -142,6 +148,26 @@ def test_who_stops_listening_stops_the_work(runner: Runner, tmp_path: Path) -> N
     assert sum(script.attempts().values()) <= 3 + TASKS_PER_WORKER * runner.n_workers
 
 
+def test_a_straggler_is_started_once_more_elsewhere(
+    dask_runner: Runner, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "LATE_SECONDS", 1.0)
+    script.write({4: [HANG]})
+    commits = list(dask_runner.map("toy", ScriptedTask(script), PARTS, ignore_report))
+    attempts = {c.record.partition.index: c.record.metrics["attempt"] for c in commits}
+    assert len(commits) == len(PARTS)
+    assert attempts == {part.index: 2 if part.index == 4 else 1 for part in PARTS}
+    assert script.attempts() == attempts  # and only once more
+
+
+def test_tasks_as_slow_as_all_others_are_not_late(
+    dask_runner: Runner, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "LATE_SECONDS", 0.0)
+    list(dask_runner.map("toy", SlowTask(script), PARTS, ignore_report))
+    assert script.attempts() == {part.index: 1 for part in PARTS}
+
+
 def test_progress_arrives(runner: Runner, script: Script) -> None:
     heard: list[tuple[float, str]] = []
     list(runner.map("toy", ScriptedTask(script), PARTS, lambda *said: heard.append(said)))
@@ -156,6 +182,18 @@ def test_a_task_of_the_whole_machine_is_done_too(runner: Runner, script: Script)
 def test_a_runner_says_what_it_offers(runner: Runner) -> None:
     assert runner.n_workers == (1 if isinstance(runner, SerialRunner) else 2)
     assert runner.train_bytes >= runner.task_bytes > 100 << 20
+
+
+@dataclass(frozen=True)
+class SlowTask:
+    """A task that takes its time and says so in its commit."""
+
+    script: Script
+
+    def __call__(self, part: Partition, _: Report) -> Commit:
+        self.script.act(part.index)
+        time.sleep(0.7)
+        return replace(make_commit(part), effort=Effort(0.7, 0))
 
 
 def read_all(root: Path) -> dict[str, bytes]:

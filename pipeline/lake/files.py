@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import LocalStore, from_url
+from obstore.store import LocalStore
 
 from pipeline.errors import InputError, StoreError
+from pipeline.remote import connect, explain, is_remote
 
 ZARR_MARKERS = frozenset({"zarr.json", ".zarray", ".zgroup"})
 N_THREADS = 16  # requests in flight: footers and heads wait for the store, not for a core
@@ -83,12 +84,6 @@ class Root:
         return f"input {self.address}" if path == self.only else f"input {self.address}/{path}"
 
 
-def first_line(error: BaseException) -> str:
-    """The error's first line; obstore appends the server's XML and many lines of debug output."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return line.partition("<?xml")[0].rstrip(": ")
-
-
 @contextmanager
 def store_errors(where: str) -> Iterator[None]:
     """Nothing; an error of the store inside becomes one line that begins with `where`."""
@@ -100,14 +95,14 @@ def store_errors(where: str) -> Iterator[None]:
         ) from error
     except (BaseError, OSError) as error:
         raise StoreError(
-            f"{where}: {first_line(error)}; check address, credentials and permissions"
+            f"{where}: {explain(error)}; check address, credentials and permissions"
         ) from error
 
 
 def open_root(path: str) -> Root:
     """The lake's root, a local file's or folder's existence checked."""
     with store_errors(f"input {path}"):
-        if "://" in path and not path.startswith("file://"):
+        if is_remote(path):
             return _remote_root(path.rstrip("/"))
         return _local_root(path)
 
@@ -127,16 +122,10 @@ def _remote_root(url: str) -> Root:
     parent, _, name = url.rpartition("/")
     # A name in .parquet may be one file or, from Spark, a folder: only the store can tell.
     if name.lower().endswith(".parquet"):
-        file = Root(url, _connect(parent), None, name)
+        file = Root(url, connect(parent), None, name)
         if _head(file, name) is not None:
             return file
-    return Root(url, _connect(url), None)
-
-
-@lru_cache(maxsize=16)
-def _connect(url: str) -> Any:
-    """The store at url, kept: its connections are worth more than the object."""
-    return from_url(url)
+    return Root(url, connect(url), None)
 
 
 def _input_file(meta: Mapping[str, Any]) -> InputFile:

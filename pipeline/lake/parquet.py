@@ -27,7 +27,6 @@ from pipeline.lake.files import (
     Snapshot,
     Source,
     check_unchanged,
-    first_line,
     open_root,
     store_errors,
 )
@@ -41,6 +40,7 @@ from pipeline.lake.schema import (
     vector_columns,
 )
 from pipeline.partitions import Partition, Piece, split_rows
+from pipeline.remote import explain
 
 BATCH_BYTES = 8 << 20  # vectors of one batch, counted as doubles
 BUFFER_BYTES = 8 << 20  # read at once, over all columns; without it Arrow reads whole column chunks
@@ -121,7 +121,7 @@ def decode_errors(what: str) -> Iterator[None]:
         # Arrow also calls damage an OSError; one with a number or of a kind comes from the system.
         if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
             raise
-        raise InputError(f"{what} ({first_line(error)}); write it again or remove it") from error
+        raise InputError(f"{what} ({explain(error)}); write it again or remove it") from error
 
 
 def plan_parquet(source: Source, snapshot: Snapshot) -> LakePlan:

@@ -20,12 +20,12 @@ from pipeline.lake.files import (
     Snapshot,
     Source,
     check_unchanged,
-    first_line,
     open_root,
     store_errors,
 )
 from pipeline.lake.rows import STORED_DTYPES, Block, LakePlan, Matrix
 from pipeline.partitions import Partition, Piece, split_rows
+from pipeline.remote import explain
 
 BLOCK_BYTES = 16 << 20  # vectors decoded at once, unless one chunk is larger
 METADATA = (*sorted(ZARR_MARKERS), ".zmetadata")
@@ -54,7 +54,7 @@ def decode_errors(what: str) -> Iterator[None]:
         # A codec may call damage an OSError too; one with a number comes from the system.
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise InputError(f"{what} ({first_line(error)}); write it again") from error
+        raise InputError(f"{what} ({explain(error)}); write it again") from error
 
 
 def open_arrays(root: Root, source: Source) -> Arrays:
