@@ -114,8 +114,8 @@ class Preflight:
 
 def preflight(job: Job) -> Preflight:
     """What the job will need; reads listings and footers, writes nothing."""
-    source = ingest.lake_source(job)
-    snapshot = take_snapshot(source)
+    source = embed.map_source(job)
+    snapshot = take_snapshot(ingest.lake_source(job))
     plan = ingest.lake_plan(source, snapshot)
     shape = Shape(
         n_rows=plan.n_rows,

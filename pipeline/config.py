@@ -130,6 +130,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
+class EmbedConfig:
+    """What the map's files hold beside id, x, y and label, and how their rows are arranged.
+
+    columns: further columns of the lake. spatial_key: a column `morton`, and every file's rows in
+    its order, so that a viewport is a few ranges. partition_by: `label` or one of the columns, by
+    whose values the files are put in folders key=value.
+    """
+
+    columns: tuple[str, ...] = ()
+    spatial_key: bool = False
+    partition_by: str | None = None
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
 class EvaluateConfig:
     """The rows that measure the map."""
 
@@ -174,6 +188,7 @@ class Job:
     affinity: AffinityConfig = AffinityConfig()
     edges: EdgesConfig = EdgesConfig()
     train: TrainConfig = TrainConfig()
+    embed: EmbedConfig = EmbedConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     gates: GatesConfig = GatesConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -308,6 +323,7 @@ def _check_together(job: Job, where: str) -> None:
             f"(train.steps x {job.edges_per_step} a step); raise it or leave it out"
         )
     _check_training(job.train, where)
+    _check_map(job, where)
     if job.cluster.kind == "scheduler" and not job.cluster.address:
         raise ConfigError(
             f"{where}: cluster.kind scheduler needs cluster.address (tcp://host:8786)"
@@ -316,6 +332,26 @@ def _check_together(job: Job, where: str) -> None:
         raise ConfigError(
             f"{where}: input.partition_bytes is {job.input.partition_bytes}; "
             f"it must be 64KiB or more"
+        )
+
+
+MAP_COLUMNS = ("id", "x", "y", "label", "morton")
+
+
+def _check_map(job: Job, where: str) -> None:
+    """Columns of the map that would not be clear."""
+    columns, by = job.embed.columns, job.embed.partition_by
+    clash = next((name for name in columns if name in MAP_COLUMNS), None)
+    if clash is not None:
+        raise ConfigError(
+            f"{where}: embed.columns has {clash!r}, which the map uses for its own; the columns "
+            "of input.id and input.label are there as id and label, rename others in the lake"
+        )
+    known = (*columns, "label") if job.input.label else columns
+    if by is not None and by not in known:
+        raise ConfigError(
+            f"{where}: embed.partition_by is {by!r}; it must be one of embed.columns, or label "
+            "where input.label is given"
         )
 
 

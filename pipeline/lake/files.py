@@ -36,11 +36,17 @@ class Source:
     holdout: str | None = None
     reject_zero: bool = False
     partition_bytes: int = 64 << 20
+    passed: tuple[str, ...] = ()  # columns that are only handed on to the map
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Names of the columns beside the vector that are read, each once."""
+        """Names of the columns beside the vector that mean something, each once."""
         return tuple(dict.fromkeys(n for n in (self.id, self.label, self.holdout) if n is not None))
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Names of all columns beside the vector that are read, each once."""
+        return tuple(dict.fromkeys((*self.scalars, *self.passed)))
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def _inspect(root: Root, source: Source, file: InputFile) -> FileFacts:
     with open_parquet(root, file.path, file.size) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
     known = column_types(root, source, file.path, schema)
-    found = {name: known.get(name) for name in (*vector_columns(source), *source.scalars)}
+    found = {name: known.get(name) for name in (*vector_columns(source), *source.beside)}
     return FileFacts(
         file.path,
         found,
@@ -207,7 +207,7 @@ def _scalar_bytes(source: Source, path: str, metadata: pq.FileMetaData) -> int:
     Dictionary pages make the footer's figure smaller than the values, hence the 64.
     """
     paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
-    columns = [index for index, path in enumerate(paths) if path in source.scalars]
+    columns = [index for index, path in enumerate(paths) if path in source.beside]
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     n_bytes = 64 + len(path)
     for column in columns:
@@ -272,7 +272,7 @@ def read_parquet(
     files = snapshot_files or {}
     if snapshot_files is not None:
         check_unchanged(root, list(dict.fromkeys(p.path for p in partition.pieces)), files)
-    wanted = [*vector_columns(source), *source.scalars]
+    wanted = [*vector_columns(source), *source.beside]
     batch_rows = max(1, BATCH_BYTES // (8 * width))
     for path, pieces in groupby(partition.pieces, key=lambda piece: piece.path):
         n_bytes = files[path].size if path in files else None
@@ -308,4 +308,5 @@ def _to_block(
         scalar(source.id),
         scalar(source.label),
         scalar(source.holdout),
+        {name: scalar(name) for name in source.passed},
     )

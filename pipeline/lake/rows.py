@@ -3,7 +3,7 @@
 A format hands its rows over as blocks; what makes a row good is the same for all formats.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ class Rows(NamedTuple):
     labels: pa.Array | None
     holdout: Flags
     bad: pa.Table  # BAD_SCHEMA
+    passed: pa.Table  # the columns that are only handed on
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Block:
     ids: pa.Array | None = None
     labels: pa.Array | None = None
     holdout: pa.Array | None = None
+    passed: Mapping[str, pa.Array] = field(default_factory=dict)
 
     @property
     def row_names(self) -> pa.Array:
@@ -71,7 +73,7 @@ class Block:
 def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block]) -> Rows:
     """The blocks' rows; the good ones' vectors fill `vectors` from its beginning."""
     n_good = 0
-    tables, flags, bad = [], [], [BAD_SCHEMA.empty_table()]
+    tables, passed, flags, bad = [], [], [], [BAD_SCHEMA.empty_table()]
     for block in blocks:
         # A double beyond float32 becomes infinite here, and so a bad row below.
         with np.errstate(over="ignore"):
@@ -83,14 +85,17 @@ def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block]) -> Ro
         np.compress(good, found, axis=0, out=vectors[n_good : n_good + int(good.sum())])
         n_good += int(good.sum())
         tables.append(_scalars(block).filter(pa.array(good)))
+        if block.passed:
+            passed.append(pa.table(dict(block.passed)).filter(pa.array(good)))
         flags.append(to_flags(block)[good])
         if faults:
             bad.append(_bad_rows(block, faults))
     # Permissive: int32 ids in one file and int64 in the next are one column.
     scalars = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+    beside = pa.concat_tables(passed or [pa.table({})], promote_options="permissive")
     labels = None if source.label is None else scalars["label"].combine_chunks()
     ids = scalars["id"].combine_chunks()
-    return Rows(vectors[:n_good], ids, labels, np.concatenate(flags), pa.concat_tables(bad))
+    return Rows(vectors[:n_good], ids, labels, np.concatenate(flags), pa.concat_tables(bad), beside)
 
 
 def _scalars(block: Block) -> pa.Table:

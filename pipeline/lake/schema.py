@@ -42,7 +42,7 @@ def vector_columns(source: Source) -> tuple[str, ...]:
 
 def column_types(root: Root, source: Source, path: str, schema: pa.Schema) -> Types:
     """Types of all the file's columns, those from its folders included."""
-    for name in (*vector_columns(source), *source.scalars):
+    for name in (*vector_columns(source), *source.beside):
         if len(schema.get_all_field_indices(name)) > 1:
             raise InputError(
                 f"{root.name(path)}: several columns are named {name!r}; give each its own name"

@@ -43,6 +43,12 @@ class Arrays(NamedTuple):
     id: Array | None
     label: Array | None
     holdout: Array | None
+    passed: dict[str, Array]  # only handed on to the map
+
+    @property
+    def watched(self) -> list[Array]:
+        """Those that the results depend on."""
+        return [a for a in (self.vector, self.id, self.label, self.holdout) if a is not None]
 
 
 @contextmanager
@@ -67,11 +73,14 @@ def open_arrays(root: Root, source: Source) -> Arrays:
     if isinstance(node, zarr.Array):
         vector = _lone_array(where, source, node)
         arrays: list[Array | None] = [None, None, None]
+        passed: dict[str, Array] = {}
     else:
         arrays = [_member(where, node, name) for name in (source.id, source.label, source.holdout)]
         vector = _vector_member(where, source, node)
+        members = {name: _member(where, node, name) for name in source.passed}
+        passed = {name: array for name, array in members.items() if array is not None}
     _check_vector(where, vector)
-    for array in arrays:
+    for array in (*arrays, *passed.values()):
         if array is not None:
             _check_scalar(where, array, vector.shape[0])
     if arrays[2] is not None and arrays[2].dtype.kind not in "bui":
@@ -79,11 +88,11 @@ def open_arrays(root: Root, source: Source) -> Arrays:
             f"{where}: holdout array {arrays[2].path!r} is {arrays[2].dtype}; "
             "it must be boolean, or integers 0 and 1"
         )
-    return Arrays(vector, *arrays)
+    return Arrays(vector, arrays[0], arrays[1], arrays[2], passed)
 
 
 def _lone_array(where: str, source: Source, array: Array) -> Array:
-    named = (source.vector, *source.scalars)
+    named = (source.vector, *source.beside)
     if any(name is not None for name in named):
         names = ", ".join(str(name) for name in named if name is not None)
         raise InputError(
@@ -146,7 +155,7 @@ def plan_zarr(source: Source, snapshot: Snapshot) -> LakePlan:
     root = open_root(source.path)
     arrays = open_arrays(root, source)
     files = {file.path: file for file in snapshot.files}
-    present = [array for array in arrays if array is not None]
+    present = arrays.watched
     warnings = [text for array in present for text in _chunk_warnings(root, array, files)]
     n_rows, width = arrays.vector.shape
     name = np.dtype(arrays.vector.dtype).name
@@ -242,19 +251,27 @@ def read_zarr(
         if snapshot_files:
             _check_chunks(root, arrays, piece, snapshot_files)
         # One chunk of ids may be as long as many chunks of vectors: decode it once.
-        scalars = [_read_scalars(root, array, piece) for array in arrays[1:]]
+        named = {"ids": arrays.id, "labels": arrays.label, "holdout": arrays.holdout}
+        scalars = {n: _read_scalars(root, a, piece) for n, a in named.items() if a is not None}
+        passed = {n: _read_scalars(root, array, piece) for n, array in arrays.passed.items()}
         for start in range(piece.start, piece.stop, step):
             stop = min(start + step, piece.stop)
             vectors = _read_rows(root, arrays.vector, start, stop)
-            beside = [s and s.slice(start - piece.start, stop - start) for s in scalars]
-            yield Block(piece.path, start, vectors, {}, *beside)
+            cut = slice(start - piece.start, stop - piece.start)
+            yield Block(
+                piece.path,
+                start,
+                vectors,
+                passed={name: values[cut] for name, values in passed.items()},
+                **{name: values[cut] for name, values in scalars.items()},
+            )
 
 
 def _check_chunks(
     root: Root, arrays: Arrays, piece: Piece, expected: Mapping[str, InputFile]
 ) -> None:
     """Nothing, or an InputError if metadata or a chunk of the piece is not as expected."""
-    present = [array for array in arrays if array is not None]
+    present = arrays.watched
     folders = {""} | {f"{array.path}/" for array in present if array.path}
     metadata = [folder + name for folder in sorted(folders) for name in METADATA]
     chunks = [key for array in present for key in chunk_keys(array, piece.start, piece.stop)]
@@ -272,10 +289,8 @@ def _read_rows(root: Root, array: Array, start: int, stop: int) -> Matrix:
         return np.asarray(array[start:stop])
 
 
-def _read_scalars(root: Root, array: Array | None, piece: Piece) -> pa.Array | None:
+def _read_scalars(root: Root, array: Array, piece: Piece) -> pa.Array:
     """The piece's values of a 1-D array; all kinds of strings become Arrow strings."""
-    if array is None:
-        return None
     values = _read_rows(root, array, piece.start, piece.stop)
     if values.dtype.kind == "S":
         values = np.strings.decode(values, "utf-8")

@@ -1,17 +1,22 @@
 """embed: every good row of the lake to its place on the map, one Parquet file per partition."""
 
 from collections import Counter
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from encoders.artifact import Encoder
-from pipeline.config import Job
+from pipeline.config import EmbedConfig, Job
+from pipeline.errors import InputError
+from pipeline.kernels.morton import morton_keys
 from pipeline.lake import Rows, Source
-from pipeline.manifest import Part, Plan, Record, open_store
+from pipeline.manifest import Part, Plan, Record, Store, open_store
 from pipeline.partitions import Partition
 from pipeline.runner import Report
 from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, StoreRef
@@ -21,6 +26,26 @@ from pipeline.stages.ingest import lake_source, read_good_rows
 MOST_LABELS = 1000
 COLOURED_LABELS = 20
 NOT_FINITE = "coordinates not finite"
+MOST_FOLDERS = 1000  # of one partition: more are no longer folders but rows
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+@dataclass(frozen=True)
+class EmbedSettings:
+    """What is read of the lake, and what the map's files look like."""
+
+    source: Source
+    embed: EmbedConfig
+
+
+def settings(job: Job) -> EmbedSettings:
+    """The lake with the columns that are handed on, and the files' shape."""
+    return EmbedSettings(map_source(job), job.embed)
+
+
+def map_source(job: Job) -> Source:
+    """What of the lake the map needs."""
+    return replace(lake_source(job), passed=job.embed.columns)
 
 
 def estimate(job: Job, shape: Shape) -> Estimate:
@@ -29,7 +54,7 @@ def estimate(job: Job, shape: Shape) -> Estimate:
     return Estimate(shape.n_partitions, task, shape.n_rows * 24)
 
 
-def prepare(context: Context[Source]) -> Plan:
+def prepare(context: Context[EmbedSettings]) -> Plan:
     """The lake's partitions, as ingest has them."""
     return Plan([record.partition for record in context.read("ingest").records])
 
@@ -43,20 +68,84 @@ def load_encoder(ref: StoreRef) -> Encoder:
     return Encoder.from_files({name: store.file(record, name) for name in names})
 
 
-def do_part(context: Context[Source], partition: Partition, _: Report) -> Part:
+def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) -> Part:
     """A partition's map; rows without finite coordinates are set aside with the reason."""
-    ingest = context.read("ingest")
-    rows = read_good_rows(context.settings, ingest, ingest.records[partition.index])
+    ingest, config = context.read("ingest"), context.settings.embed
+    rows = read_good_rows(context.settings.source, ingest, ingest.records[partition.index])
     xy = load_encoder(context.inputs["train"]).embed(rows.vectors)
     mapped = np.isfinite(xy).all(axis=1)
     columns = {"id": rows.ids, "x": pa.array(xy[:, 0]), "y": pa.array(xy[:, 1])}
     if rows.labels is not None:
         columns["label"] = rows.labels
-    tables = {"map": pa.table(columns).filter(pa.array(mapped))}
+    columns |= {name: rows.passed[name].combine_chunks() for name in config.columns}
+    table = pa.table(columns).filter(pa.array(mapped))
+    if config.spatial_key:
+        extent = context.read("train").manifest.metrics["extent"]
+        table = table.append_column("morton", pa.array(morton_keys(xy[mapped], extent)))
+    tables, order = arrange(table, config, partition)
     if not mapped.all():
         tables["unmapped"] = _unmapped(rows, partition, ~mapped)
-    metrics = {"n_unmapped": int((~mapped).sum()), "labels": _count_labels(tables["map"])}
-    return Part(int(mapped.sum()), tables=tables, metrics=metrics)
+    metrics = {"n_unmapped": int((~mapped).sum()), "labels": _count_labels(table)}
+    arrays = {} if order is None else {"order": order}
+    return Part(table.num_rows, arrays=arrays, tables=tables, metrics=metrics)
+
+
+def arrange(
+    table: pa.Table, config: EmbedConfig, partition: Partition
+) -> tuple[dict[str, pa.Table], NDArray[np.int32] | None]:
+    """The tables of a partition's files by name, and the rank of every row of them in `table`.
+
+    The ranks are None where all rows are in one file and in the lake's order.
+    """
+    if not config.spatial_key and config.partition_by is None:
+        return {"map": table}, None
+    order = np.arange(table.num_rows)
+    if config.spatial_key:
+        order = np.argsort(table["morton"].to_numpy(), kind="stable")
+    if config.partition_by is None:
+        return {"map": table.take(pa.array(order))}, order.astype(np.int32)
+    by = config.partition_by
+    values = pc.fill_null(pc.cast(table[by], pa.string()), HIVE_NULL)
+    codes = values.combine_chunks().dictionary_encode()
+    if len(codes.dictionary) > MOST_FOLDERS:
+        raise InputError(
+            f"embed: column {by!r} has {len(codes.dictionary):,} values in partition "
+            f"{partition.index}, at most {MOST_FOLDERS:,} make folders; choose another "
+            "embed.partition_by or leave it out"
+        )
+    numbers, rest = codes.indices.to_numpy()[order], table.drop_columns([by])
+    names = [f"map/{_quoted(by)}={_quoted(value)}" for value in codes.dictionary.to_pylist()]
+    ranks = {name: order[numbers == number] for number, name in enumerate(names)}
+    tables = {name: rest.take(pa.array(ranks[name])) for name in sorted(names)}
+    together = np.concatenate([ranks[name] for name in tables] or [order])
+    return tables, together.astype(np.int32)
+
+
+def _quoted(text: str) -> str:
+    """The text as a folder's name, as Hive has it."""
+    return quote(text, safe=" ")
+
+
+def map_names(record: Record) -> list[str]:
+    """Names of the tables that are a partition's map, in the order of its ranks."""
+    names = [name.removesuffix(".parquet") for name in record.objects if name.startswith("map")]
+    return sorted(names)
+
+
+def read_map(store: Store, record: Record) -> pa.Table:
+    """Place and label of a partition's rows, in the lake's order, whatever its files' is."""
+    tables = []
+    for name in map_names(record):
+        table = store.table(record, name)
+        key, _, value = name.removeprefix("map/").partition("=")
+        if key == "label":
+            label = None if value == HIVE_NULL else unquote(value)
+            table = table.append_column("label", pa.array([label] * table.num_rows, pa.string()))
+        tables.append(table.select([n for n in ("x", "y", "label") if n in table.column_names]))
+    table = pa.concat_tables(tables)
+    if not any(name.startswith("arrays/order/") for name in record.objects):
+        return table
+    return table.take(pa.array(np.argsort(store.arrays(record).read("order"))))
 
 
 def _unmapped(rows: Rows, partition: Partition, lost: Any) -> pa.Table:
@@ -87,7 +176,7 @@ def label_text(labels: Any) -> Any:
     return pc.fill_null(pc.cast(labels, pa.string()), "(none)")
 
 
-def finish(_: Context[Source], records: list[Record]) -> dict[str, Any]:
+def finish(_: Context[EmbedSettings], records: list[Record]) -> dict[str, Any]:
     """Rows mapped and not, and the labels to colour by, most frequent first."""
     totals: Counter[str] = Counter()
     for record in records:
@@ -112,9 +201,9 @@ def _natural(label: str) -> tuple[int, float, str]:
 
 EMBED = Stage(
     name="embed",
-    version=1,
+    version=2,
     reads=("ingest", "train"),
-    settings=lake_source,
+    settings=settings,
     estimate=estimate,
     prepare=prepare,
     do_part=do_part,

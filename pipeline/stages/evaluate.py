@@ -31,7 +31,7 @@ from pipeline.stage import (
     StoreRef,
     one_partition,
 )
-from pipeline.stages.embed import COLOURED_LABELS, label_text
+from pipeline.stages.embed import COLOURED_LABELS, label_text, read_map
 
 PIXELS = 800
 MAP_FILES_PER_TASK = 32
@@ -130,7 +130,7 @@ def survey_part(context: Context[SurveySettings], partition: Partition, _: Repor
     }
     points, n_rows = [], 0
     for index in range(partition.start, partition.stop):
-        table = embed.table(embed.records[index], "map")
+        table = read_map(embed, embed.records[index])
         xy = np.stack([table["x"].to_numpy(), table["y"].to_numpy()], axis=1)
         counts += rasterize(xy, _codes(table, names), len(names), extent, PIXELS)
         points += [_look_up(embed, index, table, kind, rows) for kind, rows in wanted.items()]

@@ -46,7 +46,7 @@ MEANINGS = {
     "neighbor_recall": "share of a row's nearest rows that are also nearest on the map",
 }
 FILES = (
-    ("map/", "every row's place: id, x, y and the label where there is one (Parquet)"),
+    ("map/", "every row's place: id, x, y, label and further columns where asked for (Parquet)"),
     ("model/", "the encoder: weights, settings and a digest (safetensors and JSON)"),
     ("map.png", "the picture above"),
     ("metrics.json", "the figures of this page, for programs"),
@@ -326,30 +326,35 @@ def _damaged(file: RunFile, what: str) -> StoreError:
 
 def _run_files(stores: Mapping[str, Store]) -> list[RunFile]:
     """All files of a run."""
-    names = {
-        "embed": {
-            "map.parquet": "map/{:06d}.parquet",
-            "unmapped.parquet": "quarantine/embed-{:06d}.parquet",
-        },
-        "ingest": {"quarantine.parquet": "quarantine/ingest-{:06d}.parquet"},
-        "train": {
-            "encoder.safetensors": "model/encoder.safetensors",
-            "encoder.json": "model/encoder.json",
-            "telemetry.parquet": "telemetry.parquet",
-        },
-        "publish": {name: name for name in ("map.png", "report.html", "metrics.json", "job.yaml")},
-    }
     return [
         RunFile(
             store.folder,
             f"{record.key}/{name}",
-            target.format(record.partition.index),
+            target,
             record.objects[name],
             record.crcs[name],
         )
-        for stage, targets in names.items()
+        for stage in ("embed", "ingest", "train", "publish")
         for store in [stores[stage]]
         for record in store.records
-        for name, target in targets.items()
-        if name in record.objects
+        for name in record.objects
+        for target in [_run_name(stage, name, record.partition.index)]
+        if target is not None
     ]
+
+
+def _run_name(stage: str, name: str, index: int) -> str | None:
+    """What an object of a store is called in a run; None if it is not part of it."""
+    if stage == "embed" and name.startswith("map"):  # map.parquet, or map/key=value.parquet
+        return f"{name.removesuffix('.parquet')}/{index:06d}.parquet"
+    return {
+        ("embed", "unmapped.parquet"): f"quarantine/embed-{index:06d}.parquet",
+        ("ingest", "quarantine.parquet"): f"quarantine/ingest-{index:06d}.parquet",
+        ("train", "encoder.safetensors"): "model/encoder.safetensors",
+        ("train", "encoder.json"): "model/encoder.json",
+        ("train", "telemetry.parquet"): "telemetry.parquet",
+        ("publish", "map.png"): "map.png",
+        ("publish", "report.html"): "report.html",
+        ("publish", "metrics.json"): "metrics.json",
+        ("publish", "job.yaml"): "job.yaml",
+    }.get((stage, name))
