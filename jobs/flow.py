@@ -333,11 +333,12 @@ def _check_after(name: str, manifest: Manifest, job: Job) -> None:
 
 def _check_rows(manifest: Manifest, job: Job) -> None:
     metrics, n_rows = manifest.metrics, manifest.facts["n_rows"]
-    share = metrics["n_bad"] / n_rows
+    n_bad = metrics["n_bad"] - metrics["n_changed"]  # those are left for the next run, not bad
+    share = n_bad / n_rows
     if share > job.input.max_bad_fraction:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in metrics["reasons"].items())
         raise InputError(
-            f"{job.input.path}: {metrics['n_bad']} of {n_rows} rows are bad ({share:.2%}), at most "
+            f"{job.input.path}: {n_bad} of {n_rows} rows are bad ({share:.2%}), at most "
             f"{job.input.max_bad_fraction:.2%} may be ({reasons}); "
             f"correct them or raise input.max_bad_fraction"
         )

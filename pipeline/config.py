@@ -33,6 +33,7 @@ class InputConfig:
     label: str | None = None
     holdout: str | None = None
     max_bad_fraction: Share = 0.01
+    on_change: Literal["stop", "skip"] = "stop"
     partition_bytes: ByteSize = ByteSize(32 << 20)
 
 

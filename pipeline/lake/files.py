@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -36,6 +36,7 @@ class Source:
     holdout: str | None = None
     reject_zero: bool = False
     partition_bytes: int = 64 << 20
+    on_change: Literal["stop", "skip"] = "stop"  # when a file changes under the run
     passed: tuple[str, ...] = ()  # columns that are only handed on to the map
 
     @property
@@ -199,13 +200,15 @@ def take_snapshot(source: Source) -> Snapshot:
     return Snapshot(files)
 
 
-def check_unchanged(root: Root, paths: list[str], expected: Mapping[str, InputFile]) -> None:
-    """Nothing, or an InputError that names the first file which is not as expected."""
+def find_changed(
+    root: Root, paths: Iterable[str], expected: Mapping[str, InputFile]
+) -> dict[str, str]:
+    """The files that are not as expected, and what has become of them."""
+    found, paths = {}, list(paths)
     with ThreadPoolExecutor(N_THREADS) as pool:
         for path, now in zip(paths, pool.map(partial(_head, root), paths), strict=True):
             before = expected.get(path)
             if now != before:
                 what = "vanished" if now is None else "appeared" if before is None else "changed"
-                raise InputError(
-                    f"{root.name(path)}: file {what} since the run began; start a new run"
-                )
+                found[path] = what
+    return found

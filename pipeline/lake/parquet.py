@@ -3,7 +3,7 @@
 A task holds one batch of a row group at a time, never the row group; no row passes through Python.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -26,11 +26,10 @@ from pipeline.lake.files import (
     Root,
     Snapshot,
     Source,
-    check_unchanged,
     open_root,
     store_errors,
 )
-from pipeline.lake.rows import Block, LakePlan
+from pipeline.lake.rows import Block, LakePlan, Lost
 from pipeline.lake.schema import (
     FileFacts,
     check_columns,
@@ -261,20 +260,29 @@ def read_batches(
     raise InputError(f"{where} has {at} rows, needs {piece.stop}; write it again or remove it")
 
 
+def parquet_files(partition: Partition) -> list[str]:
+    """The files that the partition's rows lie in."""
+    return list(dict.fromkeys(piece.path for piece in partition.pieces))
+
+
 def read_parquet(
     root: Root,
     source: Source,
     partition: Partition,
     width: int,
-    snapshot_files: Mapping[str, InputFile] | None,
-) -> Iterator[Block]:
-    """The partition's rows in order, a batch at a time."""
-    files = snapshot_files or {}
-    if snapshot_files is not None:
-        check_unchanged(root, list(dict.fromkeys(p.path for p in partition.pieces)), files)
+    files: Mapping[str, InputFile],
+    lost: Container[str] = (),
+) -> Iterator[Block | Lost]:
+    """The partition's rows in order, a batch at a time; those of lost files as lost.
+
+    `files` may say how large the files are, which saves a request for each.
+    """
     wanted = [*vector_columns(source), *source.beside]
     batch_rows = max(1, BATCH_BYTES // (8 * width))
     for path, pieces in groupby(partition.pieces, key=lambda piece: piece.path):
+        if path in lost:
+            yield Lost(path, [(piece.start, piece.stop) for piece in pieces])
+            continue
         n_bytes = files[path].size if path in files else None
         with open_parquet(root, path, n_bytes, len(wanted)) as parquet:
             columns = [name for name in wanted if name in parquet.schema_arrow.names]

@@ -3,6 +3,7 @@
 A format hands its rows over as blocks; what makes a row good is the same for all formats.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +49,18 @@ class Rows(NamedTuple):
     holdout: Flags
     bad: pa.Table  # BAD_SCHEMA
     passed: pa.Table  # the columns that are only handed on
+    n_good: dict[str, int]  # good rows of each file that was read
+    lost: tuple[str, ...]  # files that changed under the run
+
+
+class Lost(NamedTuple):
+    """Rows of a file that changed under the run: ranges of its rows, in its row groups."""
+
+    file: str
+    ranges: list[tuple[int, int]]
+
+
+CHANGED = "its file changed during the run"
 
 
 @dataclass(frozen=True)
@@ -70,11 +83,15 @@ class Block:
         return pc.binary_join_element_wise(self.file, pc.cast(numbers, pa.string()), ":")
 
 
-def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block]) -> Rows:
+def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block | Lost]) -> Rows:
     """The blocks' rows; the good ones' vectors fill `vectors` from its beginning."""
-    n_good = 0
+    n_good, by_file, lost = 0, Counter[str](), []
     tables, passed, flags, bad = [], [], [], [BAD_SCHEMA.empty_table()]
     for block in blocks:
+        if isinstance(block, Lost):
+            lost.append(block.file)
+            bad.append(_lost_rows(block))
+            continue
         # A double beyond float32 becomes infinite here, and so a bad row below.
         with np.errstate(over="ignore"):
             found = block.vectors.astype(vectors.dtype, copy=False)
@@ -84,18 +101,43 @@ def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block]) -> Ro
         good[list(faults)] = False
         np.compress(good, found, axis=0, out=vectors[n_good : n_good + int(good.sum())])
         n_good += int(good.sum())
+        by_file[block.file] += int(good.sum())
         tables.append(_scalars(block).filter(pa.array(good)))
         if block.passed:
             passed.append(pa.table(dict(block.passed)).filter(pa.array(good)))
         flags.append(to_flags(block)[good])
         if faults:
             bad.append(_bad_rows(block, faults))
+    if not tables:
+        nothing = Block("", 0, np.empty((0, vectors.shape[1])), labels=pa.nulls(0))
+        tables, flags = [_scalars(nothing)], [np.empty(0, bool)]
+        passed = [pa.table(dict.fromkeys(source.passed, pa.nulls(0)))]
     # Permissive: int32 ids in one file and int64 in the next are one column.
     scalars = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
     beside = pa.concat_tables(passed or [pa.table({})], promote_options="permissive")
     labels = None if source.label is None else scalars["label"].combine_chunks()
     ids = scalars["id"].combine_chunks()
-    return Rows(vectors[:n_good], ids, labels, np.concatenate(flags), pa.concat_tables(bad), beside)
+    return Rows(
+        vectors[:n_good],
+        ids,
+        labels,
+        np.concatenate(flags),
+        pa.concat_tables(bad),
+        beside,
+        dict(by_file),
+        tuple(lost),
+    )
+
+
+def _lost_rows(lost: Lost) -> pa.Table:
+    rows = np.concatenate([np.arange(start, stop) for start, stop in lost.ranges])
+    columns = {
+        "file": [lost.file] * len(rows),
+        "row": rows,
+        "id": pa.nulls(len(rows), pa.string()),
+        "reason": [CHANGED] * len(rows),
+    }
+    return pa.table(columns, schema=BAD_SCHEMA)
 
 
 def _scalars(block: Block) -> pa.Table:

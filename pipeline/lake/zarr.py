@@ -19,7 +19,6 @@ from pipeline.lake.files import (
     Root,
     Snapshot,
     Source,
-    check_unchanged,
     open_root,
     store_errors,
 )
@@ -236,20 +235,26 @@ def _chunk_warnings(root: Root, array: Array, files: Mapping[str, InputFile]) ->
     ]
 
 
-def read_zarr(
-    root: Root,
-    source: Source,
-    partition: Partition,
-    snapshot_files: Mapping[str, InputFile] | None,
-) -> Iterator[Block]:
-    """The partition's rows in order, a few chunks at a time; an empty mapping checks nothing."""
+def zarr_files(root: Root, source: Source, partition: Partition) -> list[str]:
+    """The metadata and chunks that the partition's rows depend on."""
+    arrays = open_arrays(root, source)
+    folders = {""} | {f"{array.path}/" for array in arrays.watched if array.path}
+    metadata = [folder + name for folder in sorted(folders) for name in METADATA]
+    return metadata + [
+        key
+        for piece in partition.pieces
+        for array in arrays.watched
+        for key in chunk_keys(array, piece.start, piece.stop)
+    ]
+
+
+def read_zarr(root: Root, source: Source, partition: Partition) -> Iterator[Block]:
+    """The partition's rows in order, a few chunks at a time."""
     arrays = open_arrays(root, source)
     chunk = arrays.vector.chunks[0]
     row_bytes = arrays.vector.shape[1] * arrays.vector.dtype.itemsize
     step = max(chunk, BLOCK_BYTES // row_bytes // chunk * chunk)
     for piece in partition.pieces:
-        if snapshot_files:
-            _check_chunks(root, arrays, piece, snapshot_files)
         # One chunk of ids may be as long as many chunks of vectors: decode it once.
         named = {"ids": arrays.id, "labels": arrays.label, "holdout": arrays.holdout}
         scalars = {n: _read_scalars(root, a, piece) for n, a in named.items() if a is not None}
@@ -265,17 +270,6 @@ def read_zarr(
                 passed={name: values[cut] for name, values in passed.items()},
                 **{name: values[cut] for name, values in scalars.items()},
             )
-
-
-def _check_chunks(
-    root: Root, arrays: Arrays, piece: Piece, expected: Mapping[str, InputFile]
-) -> None:
-    """Nothing, or an InputError if metadata or a chunk of the piece is not as expected."""
-    present = arrays.watched
-    folders = {""} | {f"{array.path}/" for array in present if array.path}
-    metadata = [folder + name for folder in sorted(folders) for name in METADATA]
-    chunks = [key for array in present for key in chunk_keys(array, piece.start, piece.stop)]
-    check_unchanged(root, metadata + chunks, expected)
 
 
 def _read_rows(root: Root, array: Array, start: int, stop: int) -> Matrix:

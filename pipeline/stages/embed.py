@@ -15,7 +15,7 @@ from encoders.artifact import Encoder
 from pipeline.config import EmbedConfig, Job
 from pipeline.errors import InputError
 from pipeline.kernels.morton import morton_keys
-from pipeline.lake import Rows, Source
+from pipeline.lake import CHANGED, Rows, Source
 from pipeline.manifest import Part, Plan, Record, Store, open_store
 from pipeline.partitions import Partition
 from pipeline.runner import Report
@@ -69,9 +69,10 @@ def load_encoder(ref: StoreRef) -> Encoder:
 
 
 def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) -> Part:
-    """A partition's map; rows without finite coordinates are set aside with the reason."""
+    """A partition's map; rows that cannot be placed are set aside with the reason."""
     ingest, config = context.read("ingest"), context.settings.embed
-    rows = read_good_rows(context.settings.source, ingest, ingest.records[partition.index])
+    record = ingest.records[partition.index]
+    rows, ranks = read_good_rows(context.settings.source, ingest, record)
     xy = load_encoder(context.inputs["train"]).embed(rows.vectors)
     mapped = np.isfinite(xy).all(axis=1)
     columns = {"id": rows.ids, "x": pa.array(xy[:, 0]), "y": pa.array(xy[:, 1])}
@@ -83,9 +84,14 @@ def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) ->
         extent = context.read("train").manifest.metrics["extent"]
         table = table.append_column("morton", pa.array(morton_keys(xy[mapped], extent)))
     tables, order = arrange(table, config, partition)
-    if not mapped.all():
-        tables["unmapped"] = _unmapped(rows, partition, ~mapped)
-    metrics = {"n_unmapped": int((~mapped).sum()), "labels": _count_labels(table)}
+    unmapped = _unmapped(rows, record, ranks, np.flatnonzero(~mapped))
+    if unmapped.num_rows:
+        tables["unmapped"] = unmapped
+    metrics = {
+        "n_unmapped": unmapped.num_rows,
+        "n_changed": record.n_rows - len(rows.vectors),
+        "labels": _count_labels(table),
+    }
     arrays = {} if order is None else {"order": order}
     return Part(table.num_rows, arrays=arrays, tables=tables, metrics=metrics)
 
@@ -148,17 +154,23 @@ def read_map(store: Store, record: Record) -> pa.Table:
     return table.take(pa.array(np.argsort(store.arrays(record).read("order"))))
 
 
-def _unmapped(rows: Rows, partition: Partition, lost: Any) -> pa.Table:
-    """Quarantine entries of rows the encoder cannot place; `row` is the rank in the partition."""
-    ranks = np.flatnonzero(lost)
-    return pa.table(
+def _unmapped(
+    rows: Rows, record: Record, ranks: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> pa.Table:
+    """Quarantine entries, by rank: the rows of these numbers, and those of files that changed."""
+    file = record.partition.pieces[0].path
+    gone = np.setdiff1d(np.arange(record.n_rows), ranks)
+    ids = pc.cast(rows.ids.take(pa.array(numbers)), pa.string()).to_pylist()
+    n_lost, n_gone = len(numbers), len(gone)
+    table = pa.table(
         {
-            "file": pa.array([partition.pieces[0].path] * len(ranks)),
-            "row": pa.array(ranks),
-            "id": pc.cast(rows.ids.take(pa.array(ranks)), pa.string()),
-            "reason": pa.array([NOT_FINITE] * len(ranks)),
+            "file": pa.array([file] * n_lost + [",".join(rows.lost)] * n_gone, pa.string()),
+            "row": pa.array(np.concatenate([ranks[numbers], gone]), pa.int64()),
+            "id": pa.array(ids + [None] * n_gone, pa.string()),
+            "reason": pa.array([NOT_FINITE] * n_lost + [CHANGED] * n_gone, pa.string()),
         }
     )
+    return table.sort_by("row")
 
 
 def _count_labels(table: pa.Table) -> dict[str, int] | None:
@@ -186,6 +198,7 @@ def finish(_: Context[EmbedSettings], records: list[Record]) -> dict[str, Any]:
     return {
         "n_mapped": sum(record.n_rows for record in records),
         "n_unmapped": sum(record.metrics["n_unmapped"] for record in records),
+        "n_changed": sum(record.metrics["n_changed"] for record in records),
         "labels": sorted(common, key=_natural),
         "n_labels": len(totals) if usable else 0,
     }

@@ -6,11 +6,15 @@ Nothing is copied: later stages read the lake itself, and are stopped if a file 
 import hashlib
 from collections import Counter
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.config import Job
 from pipeline.errors import InputError
 from pipeline.lake import (
+    CHANGED,
     InputFile,
     LakePlan,
     Rows,
@@ -36,6 +40,7 @@ def lake_source(job: Job) -> Source:
         holdout=job.input.holdout,
         reject_zero=job.neighbors.metric == "cosine",
         partition_bytes=int(job.input.partition_bytes),
+        on_change=job.input.on_change,
     )
 
 
@@ -62,32 +67,40 @@ def prepare(context: Context[Source]) -> Plan:
         "dtype": plan.dtype,
         "n_rows": plan.n_rows,
         "warnings": list(plan.warnings),
-        "files": [[file.path, file.size, file.etag] for file in snapshot.files],
+        "files": {file.path: [file.size, file.etag] for file in snapshot.files},
     }
     return Plan(plan.partitions, facts)
 
 
 def read_rows(source: Source, partition: Partition, facts: Any) -> Rows:
     """The partition's rows, from files that must not have changed since the snapshot."""
-    names = {piece.path for piece in partition.pieces}
+    listed = facts["files"]
     is_zarr = partition.pieces[0].group < 0  # its pieces do not name the chunks they touch
-    files = {
-        path: InputFile(path, size, etag)
-        for path, size, etag in facts["files"]
-        if is_zarr or path in names
-    }
+    names = listed if is_zarr else {piece.path for piece in partition.pieces}
+    files = {path: InputFile(path, *listed[path]) for path in names}
     return read_partition(source, partition, facts["width"], facts["dtype"], files)
 
 
-def read_good_rows(source: Source, ingest: Store, record: Record) -> Rows:
-    """The partition's good rows, as many as ingest counted."""
+class GoodRows(NamedTuple):
+    """A partition's good rows as read again, and their ranks among those that ingest found."""
+
+    rows: Rows
+    ranks: NDArray[np.int64]
+
+
+def read_good_rows(source: Source, ingest: Store, record: Record) -> GoodRows:
+    """The partition's good rows, as many as ingest counted but for files that changed since."""
     rows = read_rows(source, record.partition, ingest.manifest.facts)
-    if len(rows.vectors) != record.n_rows:
+    counts = record.metrics["n_good"]
+    found = {path: rows.n_good.get(path, 0) for path in counts if path not in rows.lost}
+    if found != {path: counts[path] for path in found}:
         raise InputError(
             f"{source.path}: partition {record.partition.index} has {len(rows.vectors)} good rows, "
             f"ingest found {record.n_rows}; the lake changed during the run, run again"
         )
-    return rows
+    starts = np.cumsum([0, *counts.values()])
+    ranges = [np.arange(*starts[i : i + 2]) for i, path in enumerate(counts) if path in found]
+    return GoodRows(rows, np.concatenate([np.empty(0, np.int64), *ranges]))
 
 
 def do_part(context: Context[Source], partition: Partition, _: Report) -> Part:
@@ -96,7 +109,9 @@ def do_part(context: Context[Source], partition: Partition, _: Report) -> Part:
     reasons = Counter(reason.split(" at position")[0] for reason in rows.bad["reason"].to_pylist())
     first = rows.vectors[:1]
     metrics = {
+        "n_good": rows.n_good,
         "n_bad": rows.bad.num_rows,
+        "n_changed": reasons[CHANGED],
         "n_holdout": int(rows.holdout.sum()),
         "reasons": dict(reasons),
         "first_row": hashlib.sha256(first.tobytes()).hexdigest() if len(first) else None,
@@ -115,6 +130,7 @@ def finish(_: Context[Source], records: list[Record]) -> dict[str, Any]:
     return {
         "n_good": sum(record.n_rows for record in records),
         "n_bad": sum(record.metrics["n_bad"] for record in records),
+        "n_changed": sum(record.metrics["n_changed"] for record in records),
         "n_holdout": sum(record.metrics["n_holdout"] for record in records),
         "reasons": dict(sorted(reasons.items())),
         "identical": len(firsts) == 1 and all(record.metrics["identical"] for record in records),
@@ -123,7 +139,7 @@ def finish(_: Context[Source], records: list[Record]) -> dict[str, Any]:
 
 INGEST = Stage(
     name="ingest",
-    version=1,
+    version=2,
     reads=("lake",),
     settings=lake_source,
     estimate=estimate,

@@ -6,6 +6,7 @@ can be removed once it is published. Its manifest is written last, CURRENT after
 
 import importlib.metadata
 import json
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ import numpy as np
 from pipeline.config import ClusterConfig, GatesConfig, Job, to_yaml
 from pipeline.curves import draw_curves
 from pipeline.errors import GateError, StageError, StoreError
+from pipeline.lake import CHANGED
 from pipeline.manifest import Part, Store
 from pipeline.partitions import Partition
 from pipeline.picture import Raster, draw_map
@@ -205,10 +207,11 @@ def _stage_row(name: str, ref: StoreRef, context: Context[PublishSettings]) -> S
 
 def _reasons(ingest: Store, embed: Store) -> tuple[tuple[str, int], ...]:
     """Rows in the quarantine by reason; together they are all rows that are not on the map."""
-    reasons = dict(ingest.manifest.metrics["reasons"])
-    if embed.manifest.metrics["n_unmapped"]:
-        reasons[NOT_FINITE] = embed.manifest.metrics["n_unmapped"]
-    return tuple(reasons.items())
+    reasons = Counter(ingest.manifest.metrics["reasons"])
+    lost = embed.manifest.metrics
+    reasons[CHANGED] += lost["n_changed"]
+    reasons[NOT_FINITE] += lost["n_unmapped"] - lost["n_changed"]
+    return tuple((reason, count) for reason, count in reasons.items() if count)
 
 
 def _bad_rows(ingest: Store) -> tuple[tuple[str, int, str, str], ...]:

@@ -146,7 +146,9 @@ def _take(
     if not len(train) and not len(evaluate):
         nothing = np.empty((0, context.facts["width"]), context.facts["dtype"])
         return _located(nothing, index, train, evaluate)
-    rows = read_good_rows(context.settings.source, ingest, record)
+    rows = read_good_rows(context.settings.source, ingest, record).rows
+    if rows.lost:  # what is left of the partition no longer has the ranks that were drawn
+        train = evaluate = train[:0]
     trainable = np.flatnonzero(~rows.holdout)
     apart = ingest.manifest.metrics["n_holdout"] > 0
     measuring = np.flatnonzero(rows.holdout) if apart else trainable
