@@ -27,6 +27,7 @@ class Measured(NamedTuple):
     seconds: float
     peak_bytes: int  # resident, all processes together; pages they share count in each
     largest_bytes: int  # resident, the largest single process
+    own_bytes: int  # resident, the command's first process: the driver of a run
     stdout: str
 
 
@@ -100,7 +101,8 @@ def run_measured(command: Sequence[str], added: Mapping[str, str] | None = None)
         stdout, _ = process.communicate()
     if process.returncode:
         raise CommandError(process.returncode, stdout)
-    return Measured(time.perf_counter() - started, peaks.total, peaks.largest, stdout)
+    seconds = time.perf_counter() - started
+    return Measured(seconds, peaks.total, peaks.largest, peaks.own, stdout)
 
 
 class Peaks:
@@ -109,6 +111,7 @@ class Peaks:
     def __init__(self, session: int | None = None) -> None:
         self.total = 0
         self.largest = 0
+        self.own = 0  # of the process that leads the session
         # In /proc/PID/stat, after the name: state, parent, group, session.
         self._field, self._value = (1, os.getpid()) if session is None else (3, session)
         self._ended = threading.Event()
@@ -127,6 +130,9 @@ class Peaks:
             found = [memory for memory in map(self._memory, _process_folders()) if memory]
             self.total = max(self.total, sum(now for now, _ in found))
             self.largest = max(self.largest, max((peak for _, peak in found), default=0))
+            if self._field == 3:
+                leader = self._memory(Path("/proc", str(self._value)))
+                self.own = max(self.own, leader[1] if leader else 0)
 
     def _memory(self, process: Path) -> tuple[int, int] | None:
         """Bytes resident now and at their peak; None if the process is not one we watch."""

@@ -344,5 +344,5 @@ def read_bucket(folder: Folder, index: BucketIndex, bucket: int) -> dict[str, ND
 
 def put_all(folder: Folder, objects: Mapping[str, bytes]) -> None:
     """Write the objects, several at a time."""
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(min(8, max(1, len(objects)))) as pool:
         list(pool.map(lambda item: folder.put(*item), objects.items()))
