@@ -8,7 +8,7 @@ import torch
 from encoders.fit import Draw, Drawn, FitConfig, Trained, fit
 from encoders.networks import NetworkConfig, build_decoder, build_network
 from encoders.objectives import Batch, Objective, PairLoss, clip
-from encoders.preprocessing import BLOCK_ROWS, Array, Preprocessing
+from encoders.preprocessing import Array, Preprocessing
 
 
 def fit_autoencoder(
@@ -18,7 +18,7 @@ def fit_autoencoder(
     encoder = build_network(network, preprocessing.n_outputs, config.seed)
     decoder = build_decoder(network, preprocessing.n_outputs, config.seed + 1)
     both = torch.nn.Sequential(encoder, decoder)
-    objective = _regress(_prepare(rows, preprocessing), config.objective.clip)
+    objective = _regress(preprocessing.apply_all(rows), config.objective.clip)
     trained = Trained(rows, preprocessing, both, objective)
     fit(trained, _draw_rows(len(rows), batch, config.seed), config)
     return encoder.eval()
@@ -38,12 +38,6 @@ def fit_embedding(
     trained = Trained(rows, preprocessing, encoder, _regress(targets, config.objective.clip))
     fit(trained, _draw_rows(len(rows), batch, config.seed), config)
     return encoder.eval()
-
-
-def _prepare(rows: Array, preprocessing: Preprocessing) -> torch.Tensor:
-    """All rows as the network gets them."""
-    blocks = [rows[start : start + BLOCK_ROWS] for start in range(0, len(rows), BLOCK_ROWS)]
-    return torch.cat([preprocessing.apply(torch.from_numpy(np.array(block))) for block in blocks])
 
 
 def _regress(targets: torch.Tensor, threshold: float) -> Objective:

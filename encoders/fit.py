@@ -100,7 +100,7 @@ def fit(
 ) -> Fitted:
     """The trained network and its telemetry.
 
-    rows: (n, d), any dtype; widened batch by batch. draw(step): the step's points, the same
+    rows: (n, d), any dtype. draw(step): the step's points, the same
     whenever asked. save gets a checkpoint every checkpoint_seconds; resume takes one and ends in
     bitwise the same weights, given the same number of threads. report gets every step's number and
     telemetry.
@@ -110,12 +110,13 @@ def fit(
     training = _start(trained, config, device)
     optimizer = training.optimizer
     first = 0 if resume is None else checkpoint.restore(training, resume)
-    gather, mixed = _gatherer(rows, device), has_bfloat16(device)
+    mixed = has_bfloat16(device)
     saved = time.monotonic()
     with _threads(config.threads):
+        gather = _gatherer(rows, preprocessing, device)
         for step in range(first, config.steps):
             drawn = _checked(draw(step), step, len(rows))
-            ready = preprocessing.apply(gather(drawn.rows))
+            ready = gather(drawn.rows)
             with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
                 y = network(ready).float()
             pair = objective(y.detach(), _batch(drawn, device), exaggeration(config, step))
@@ -210,12 +211,31 @@ def _settings_digest(trained: Trained, config: FitConfig) -> bytes:
     return digest.digest()
 
 
-def _gatherer(rows: Array, device: torch.device) -> Callable[[Array], torch.Tensor]:
-    """A function from row numbers to those rows on the device, in the dtype they are held in."""
+def _gatherer(
+    rows: Array, preprocessing: Preprocessing, device: torch.device
+) -> Callable[[Array], torch.Tensor]:
+    """A function from row numbers to those rows on the device, prepared for the network.
+
+    Projected rows are few numbers and are kept; others are prepared batch by batch, from the dtype
+    they are held in.
+    """
+    if preprocessing.components is not None:
+        ready = _to_device(preprocessing.apply_all(rows), device)
+        return lambda batch: ready[torch.from_numpy(batch).to(ready.device)].to(device)
+    held = _to_device(torch.from_numpy(rows), device)
+
+    def gather(batch: Array) -> torch.Tensor:
+        found = held[torch.from_numpy(batch).to(held.device)]
+        return preprocessing.apply(found.to(device))
+
+    return gather
+
+
+def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The rows on the device if they take less than half of its free memory."""
     if device.type == "cuda" and rows.nbytes < torch.cuda.mem_get_info()[0] // 2:
-        held = torch.tensor(rows, device=device)
-        return lambda batch: held[torch.from_numpy(batch).to(device)]
-    return lambda batch: torch.from_numpy(rows[batch]).to(device)
+        return rows.to(device)
+    return rows
 
 
 def _checked(drawn: Drawn, step: int, n_rows: int) -> Drawn:

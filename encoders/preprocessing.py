@@ -59,6 +59,11 @@ class Preprocessing:
             return ready
         return ready @ torch.from_numpy(self.components).to(rows.device)
 
+    def apply_all(self, rows: Array) -> torch.Tensor:
+        """(n, n_outputs) float32: all the rows, prepared block by block."""
+        blocks = [rows[start : start + BLOCK_ROWS] for start in range(0, len(rows), BLOCK_ROWS)]
+        return torch.cat([self.apply(torch.from_numpy(np.array(block))) for block in blocks])
+
     def standardize(self, rows: torch.Tensor) -> torch.Tensor:
         """(b, d) float32: the rows, of any dtype, up to the projection."""
         centre = torch.from_numpy(self.centre).to(rows.device)

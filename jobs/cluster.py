@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import dask
 from distributed import Client, KilledWorker, LocalCluster, get_worker
@@ -21,7 +22,6 @@ from pipeline.manifest import Commit
 from pipeline.partitions import Partition
 from pipeline.runner import FINAL_ERRORS, Report, Runner, SerialRunner, Task, failed
 
-PROGRESS_TOPIC = "lakemap-progress"
 # One thread unless a task sets its own number. Threads of training wait for one another in a loop,
 # by default so long that one busy process beside them stalls it (811 ms a step); asleep at once
 # they wake too late (26 ms). A short loop costs 16 ms, and 42 to 105 beside two busy processes.
@@ -62,8 +62,10 @@ class DaskRunner:
         """Commits of all partitions, as they finish; failed ones are tried again."""
         waiting = iter(parts)
         resources = {"GPU": 1} if whole_machine and self.has_gpu else None
-        flights = Flights(self._client, name, functools.partial(run_on_worker, task), resources)
-        with self._progress(report):
+        topic = f"lakemap-{uuid4().hex}"  # of this call: tasks that nobody waits for may go on
+        work = functools.partial(run_on_worker, task, topic)
+        flights = Flights(self._client, name, work, resources)
+        with self._progress(topic, report):
             try:
                 for part in islice(waiting, TASKS_PER_WORKER * self.n_workers):
                     flights.send(part, 1)
@@ -98,26 +100,26 @@ class DaskRunner:
             raise failed(name, attempt.part, attempt.number, error) from error
 
     @contextmanager
-    def _progress(self, report: Report) -> Iterator[None]:
+    def _progress(self, topic: str, report: Report) -> Iterator[None]:
         """Hand on what long tasks report while the body runs."""
 
         def handle(event: tuple[float, Any]) -> None:
             share, note = event[1]
             report(share, note)
 
-        self._client.subscribe_topic(PROGRESS_TOPIC, handle)
+        self._client.subscribe_topic(topic, handle)
         try:
             yield
         finally:
-            self._client.unsubscribe_topic(PROGRESS_TOPIC)
+            self._client.unsubscribe_topic(topic)
 
 
-def run_on_worker(task: Task, part: Partition) -> Commit:
+def run_on_worker(task: Task, topic: str, part: Partition) -> Commit:
     """The task's commit; runs on a worker, where progress goes to the scheduler as an event."""
     worker = get_worker()
 
     def report(share: float, note: str) -> None:
-        worker.log_event(PROGRESS_TOPIC, (share, note))
+        worker.log_event(topic, (share, note))
 
     return task(part, report)
 

@@ -63,13 +63,13 @@ class Folder:
         Not in parts: parts of an upload that failed would stay, unseen and paid for.
         """
         store, path = self._locate(key)
-        with _explained(self, key):
+        with _explained(self, key), _bucket_expected(self):
             obstore.put(store, path, data, use_multipart=False)
 
     def create(self, key: str, data: bytes) -> bool:
         """True if the object did not exist and is now there; False if it was there already."""
         store, path = self._locate(key)
-        with _explained(self, key):
+        with _explained(self, key), _bucket_expected(self):
             try:
                 obstore.put(store, path, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
@@ -164,8 +164,17 @@ def _explained(folder: Folder, key: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (BaseError, OSError) as error:
-        hint = "credentials and permissions" if is_remote(folder.url) else "path, rights and space"
+        hint = "address and credentials" if is_remote(folder.url) else "path, rights and space"
         raise StoreError(f"{folder.url}/{key}: {explain(error)}; check {hint}") from error
+
+
+@contextmanager
+def _bucket_expected(folder: Folder) -> Iterator[None]:
+    """What cannot be found when something is written is the bucket."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StoreError(f"{folder.url}: no such bucket; make it or correct the name") from error
 
 
 def encode_arrays(arrays: Arrays) -> dict[str, bytes]:

@@ -4,14 +4,13 @@ SeaweedFS because it comes as one wheel, checks signatures and permissions, and 
 conditional puts on which the ledger rests.
 """
 
+import http.client
 import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ BUCKET = "lakemap"
 OWNER = {"AWS_ACCESS_KEY_ID": "owner", "AWS_SECRET_ACCESS_KEY": "owner-secret"}
 READER = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "reader-secret"}
 STRANGER = {"AWS_ACCESS_KEY_ID": "stranger", "AWS_SECRET_ACCESS_KEY": "stranger-secret"}
-RIGHTS = {"owner": ["Admin", "Read", "Write", "List"], "reader": ["Read", "List"]}
+RIGHTS = {"owner": ["Read", "Write", "List"], "reader": ["Read", "List"]}  # an Admin makes buckets
 START_SECONDS = 60
 
 
@@ -106,14 +105,16 @@ def _is_free(port: int) -> bool:
 
 def _make_bucket(filer: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
     """Wait until the server answers; a folder under /buckets is a bucket."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{filer}/buckets/{BUCKET}/", data=b"", method="POST"
-    )
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", filer, timeout=5)
         try:
-            with urllib.request.urlopen(request, timeout=5):
+            connection.request("POST", f"/buckets/{BUCKET}/")
+            if connection.getresponse().status < 300:
                 return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+        except OSError:
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.2)
     raise RuntimeError(f"the S3 server did not start:\n{log.read_text()[-2000:]}")

@@ -192,8 +192,8 @@ class SlowTask:
 
     def __call__(self, part: Partition, _: Report) -> Commit:
         self.script.act(part.index)
-        time.sleep(0.7)
-        return replace(make_commit(part), effort=Effort(0.7, 0))
+        time.sleep(0.4)
+        return replace(make_commit(part), effort=Effort(1.0, 0))
 
 
 def read_all(root: Path) -> dict[str, bytes]:

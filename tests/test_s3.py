@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pipeline.errors import StoreError
 from pipeline.remote import connect, s3_settings
 from pipeline.stores import Folder
 from tests.data import ENVIRONMENT, LABELLED, Ran, call_cli, make_blobs, write_job, write_parquet
@@ -68,16 +69,11 @@ def test_a_killed_run_goes_on_in_the_bucket(
     lake: Folder, bucket: Folder, tmp_path: Path, capsys: Capture
 ) -> None:
     cluster = {"kind": "local", "workers": 2}
-    outputs = [bucket.join(name) for name in ("undisturbed", "killed")]
+    names = ("undisturbed", "killed")
+    outputs = [bucket.join(name) for name in names]
     jobs = [
-        write_job(
-            tmp_path / f"{output.url[-9:]}.yaml",
-            lake.url,
-            output.url,
-            input=LABELLED,
-            cluster=cluster,
-        )
-        for output in outputs
+        write_job(tmp_path / f"{name}.yaml", lake.url, output.url, input=LABELLED, cluster=cluster)
+        for name, output in zip(names, outputs, strict=True)
     ]
     assert run_to_end(jobs[0]).code == 0
     for stage, n_commits in (("ingest", 2), ("embed", 2)):
@@ -151,12 +147,8 @@ def test_keys_without_rights_are_one_line(
     assert keys["AWS_SECRET_ACCESS_KEY"] not in line
 
 
-@pytest.mark.parametrize("missing", ["input", "output"])
-def test_a_bucket_that_is_not_there_is_named(
-    missing: str, lake: Folder, bucket: Folder, tmp_path: Path, capsys: Capture
-) -> None:
-    places = {"input": lake.url, "output": bucket.join("maps").url, missing: "s3://nowhere/x"}
-    job = write_job(tmp_path / "job.yaml", places["input"], places["output"], input=LABELLED)
+def test_a_lake_in_no_bucket_is_named(bucket: Folder, tmp_path: Path, capsys: Capture) -> None:
+    job = write_job(tmp_path / "job.yaml", "s3://nowhere/x", bucket.join("maps").url)
     ran = call_cli(capsys, "run", job)
     assert ran.code in (2, 4)
     (line,) = ran.err.splitlines()
@@ -164,8 +156,32 @@ def test_a_bucket_that_is_not_there_is_named(
     assert "no such bucket" in line
 
 
+class Bucketless(http.server.BaseHTTPRequestHandler):
+    """Answers every put as S3 does where there is no such bucket."""
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b"<Error><Code>NoSuchBucket</Code></Error>"
+        self.send_response(404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Say nothing."""
+
+
+def test_an_output_in_no_bucket_is_named(bucket: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(Bucketless) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        connect.cache_clear()
+        for write in (bucket.put, bucket.create):
+            with pytest.raises(StoreError, match=r"s3://.*: no such bucket; make it"):
+                write("a", b"1")
+
+
 class Forgetful(http.server.BaseHTTPRequestHandler):
-    """Hands requests on to the server, less the condition of conditional puts."""
+    """Hands requests on to the server, but says yes where the condition of a put is not met."""
 
     protocol_version = "HTTP/1.1"
     target = ""
@@ -174,11 +190,13 @@ class Forgetful(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         place = urlsplit(self.target)
         server = http.client.HTTPConnection(str(place.hostname), place.port)
-        headers = {k: v for k, v in self.headers.items() if k.lower() != "if-none-match"}
-        server.request(self.command, self.path, body, headers)
+        server.request(self.command, self.path, body, dict(self.headers))
         reply = server.getresponse()
         data = reply.read()
-        self.send_response(reply.status)
+        refused = reply.status in (409, 412)
+        self.send_response(200 if refused else reply.status)
+        if refused:
+            self.send_header("ETag", '"0"')
         for name, value in reply.getheaders():
             if name.lower() not in ("transfer-encoding", "content-length", "connection"):
                 self.send_header(name, value)
@@ -195,13 +213,12 @@ class Forgetful(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def forgetful_store(server: S3Server) -> Iterator[str]:
-    """The address of a store that ignores the condition of a put."""
-    handler = type("Handler", (Forgetful,), {"target": server.endpoint})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{proxy.server_address[1]}"
-        proxy.shutdown()
+def serve(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server with that handler."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def test_a_store_that_ignores_conditional_puts_is_refused(
@@ -212,7 +229,8 @@ def test_a_store_that_ignores_conditional_puts_is_refused(
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with forgetful_store(s3_server) as endpoint:
+    monkeypatch.setattr(Forgetful, "target", s3_server.endpoint)
+    with serve(Forgetful) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         connect.cache_clear()
         job = write_job(tmp_path / "job.yaml", lake.url, bucket.join("maps").url, input=LABELLED)

@@ -195,7 +195,7 @@ def test_a_place_without_rights_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_of_store_is_named() -> None:
     with pytest.raises(
-        StoreError, match=r"^nowhere://bucket/maps/object: .*; check path"
+        StoreError, match=r"^nowhere://bucket/maps/object: .*; check address"
     ) as caught:
         Folder("nowhere://bucket/maps").find("object")
     assert len(str(caught.value).splitlines()) == 1

@@ -48,6 +48,8 @@ COARSER = 4  # times fewer cells, from one option to the next
 MOST_OVERLAP = 16
 ROWS_PER_CENTROID = 16
 COVERAGE_QUERIES = 1500
+SURE = 2  # standard errors by which the estimate must exceed the recall: the cheapest of several
+# options that seem to suffice is often one that was lucky
 COUNTED_ROWS = 32_768
 PART_OF_ROWS = (0.1, 0.25, 0.5, 0.75)  # that may do with one cell more than the others
 UNLIMITED = 1e30  # a reach for all rows; JSON has no infinity
@@ -229,7 +231,7 @@ def _weigh(
     queries = assign_cells(probe.queries, centroids, most)
     near = assign_cells(probe.neighbors, centroids, most)
     means, errors = _measure(queries.cells, near.cells)
-    reached = np.flatnonzero(means - errors >= config.recall)
+    reached = np.flatnonzero(means - SURE * errors >= config.recall)
     overlap = int(reached[0]) + 1 if len(reached) and config.overlap is None else most
     assigned = assign_cells(probe.rows, centroids, overlap)
     mean, error, reach = float(means[overlap - 1]), float(errors[overlap - 1]), UNLIMITED
@@ -257,7 +259,7 @@ def _find_reach(pairs: list[Assigned], recall: float) -> tuple[float, float, flo
     first, last = pairs[0].distances[:, 0], pairs[0].distances[:, -1]
     for reach in np.quantile(last / np.maximum(first, 1e-30), PART_OF_ROWS).tolist():
         means, errors = _measure(*(trim_cells(assigned, reach) for assigned in pairs))
-        if means[-1] - errors[-1] >= recall:
+        if means[-1] - SURE * errors[-1] >= recall:
             return float(means[-1]), float(errors[-1]), reach
     return None
 
@@ -312,7 +314,7 @@ def rows_by_bucket(
 
 
 def _suffices(option: Option, config: CellSettings) -> bool:
-    return config.overlap is not None or option.coverage - option.error >= config.recall
+    return config.overlap is not None or option.coverage - SURE * option.error >= config.recall
 
 
 def _fits(option: Option, config: CellSettings, row_bytes: int) -> bool:
@@ -330,7 +332,7 @@ def _explain(tried: list[Option], config: CellSettings, row_bytes: int) -> str:
         what = f"{_name(smallest)} (finds {smallest.coverage:.3f})"
         return f"neighbors: {what} {memory}; raise it to {needed}MiB or lower neighbors.recall"
     best = max(fitting, key=lambda option: option.coverage)
-    short = config.recall - best.coverage + best.error
+    short = config.recall - best.coverage + SURE * best.error
     more = "" if len(fitting) == len(tried) else f"; {_name(smallest)} {memory}"
     return (
         f"neighbors: recall {config.recall:g} is not reached: {_name(best)} finds "
@@ -378,7 +380,7 @@ def assign_part(context: Context[CellSettings], partition: Partition, _: Report)
 
 CENTROIDS = Stage(
     name="centroids",
-    version=2,
+    version=3,
     reads=("sample",),
     settings=settings,
     estimate=estimate_centroids,

@@ -61,8 +61,11 @@ def estimate(job: Job, shape: Shape) -> Estimate:
     batch = config.batch * 4 * (2 * shape.width + 3 * depth * hidden + 6 * config.batch)
     rows = shape.n_train * shape.row_bytes
     graph = 24 * shape.n_train * job.neighbors.k if config.batches == "points" else 0
-    components = 32 * shape.width * (preprocessing_config(settings(job)).pca or 0)
+    n_components = preprocessing_config(settings(job)).pca or 0
+    components = 32 * shape.width * n_components
+    projected = 4 * shape.n_train * min(n_components, shape.width)
     held = max(batch + 5 * weights, components + 2 * BLOCK_ROWS * 8 * shape.width) + graph
+    held += 2 * projected
     return Estimate(1, PROCESS_BYTES + 2 * rows + held, 2 * weights)
 
 
@@ -223,7 +226,7 @@ def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, 
 
 TRAIN = Stage(
     name="train",
-    version=2,
+    version=3,
     reads=("sample", "symmetrize", "edges"),
     settings=settings,
     estimate=estimate,
