@@ -220,22 +220,19 @@ def _gatherer(
     they are held in.
     """
     if preprocessing.components is not None:
-        ready = _to_device(preprocessing.apply_all(rows), device)
+        ready = preprocessing.apply_all(rows)
+        if _fits(ready.nbytes, device):
+            ready = ready.to(device)
         return lambda batch: ready[torch.from_numpy(batch).to(ready.device)].to(device)
-    held = _to_device(torch.from_numpy(rows), device)
-
-    def gather(batch: Array) -> torch.Tensor:
-        found = held[torch.from_numpy(batch).to(held.device)]
-        return preprocessing.apply(found.to(device))
-
-    return gather
+    if device.type == "cuda" and _fits(rows.nbytes, device):
+        held = torch.tensor(rows, device=device)
+        return lambda batch: preprocessing.apply(held[torch.from_numpy(batch).to(device)])
+    return lambda batch: preprocessing.apply(torch.from_numpy(rows[batch]).to(device))
 
 
-def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The rows on the device if they take less than half of its free memory."""
-    if device.type == "cuda" and rows.nbytes < torch.cuda.mem_get_info()[0] // 2:
-        return rows.to(device)
-    return rows
+def _fits(n_bytes: int, device: torch.device) -> bool:
+    """Whether so much takes less than half of the device's free memory."""
+    return device.type != "cuda" or n_bytes < torch.cuda.mem_get_info()[0] // 2
 
 
 def _checked(drawn: Drawn, step: int, n_rows: int) -> Drawn:

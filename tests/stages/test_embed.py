@@ -131,7 +131,7 @@ def test_labels_to_colour_by(
     values = np.resize(labels, max(len(labels), 40))
     table = pa.table({"label": pa.array(values.tolist())})
     record = done.store("embed").records[0]
-    counted = {"labels": embed._count_labels(table), "n_unmapped": 0}
+    counted = {"labels": embed._count_labels(table), "n_unmapped": 0, "n_changed": 0}
     found = embed.finish(None, [replace(record, metrics=counted)])  # type: ignore[arg-type]
     assert (found["labels"], found["n_labels"]) == (shown, n_labels)
 

@@ -1,5 +1,6 @@
 """The map's files: further columns, the spatial key, folders by value; the rows stay the same."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def run_with(done: Finished, settings: dict[str, Any]) -> flow.Published:
-    """The finished run again, with other files; all before embed is taken from it."""
+def run_with(done: Finished, folder: Path, settings: dict[str, Any]) -> flow.Published:
+    """The finished run again, with other files; all before embed is copied from it."""
+    shutil.copytree(done.root / "stores", folder / "maps/stores")
     return run_job(
         make_job(
             done.lake.path,
-            done.root,
+            folder / "maps",
             input=LABELLED,
             neighbors={"cells": 5, "overlap": 2},
             embed=settings,
@@ -53,10 +55,10 @@ def read_run(published: flow.Published) -> pa.Table:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_rows_are_the_same_however_they_are_arranged(
-    settings: dict[str, Any], done: Finished
+    settings: dict[str, Any], done: Finished, tmp_path: Path
 ) -> None:
     plain = pq.read_table(done.run / "map").sort_by("id")
-    found = run_with(done, settings)
+    found = run_with(done, tmp_path, settings)
     table = read_run(found)
     for name in ("id", "x", "y"):
         assert table[name].equals(plain[name]), name
@@ -69,8 +71,8 @@ def test_the_rows_are_the_same_however_they_are_arranged(
         assert passed == [str(value).lower() for value in held_out.tolist()]
 
 
-def test_a_viewport_is_a_range_of_the_spatial_key(done: Finished) -> None:
-    found = run_with(done, {"spatial_key": True})
+def test_a_viewport_is_a_range_of_the_spatial_key(done: Finished, tmp_path: Path) -> None:
+    found = run_with(done, tmp_path, {"spatial_key": True})
     extent = done.store("train").manifest.metrics["extent"]
     for path in (Path(found.run.url) / "map").iterdir():
         table = pq.read_table(path)
@@ -123,7 +125,7 @@ def test_too_many_folders_are_refused(
 ) -> None:
     monkeypatch.setattr(embed, "MOST_FOLDERS", 3)
     with pytest.raises(InputError, match=r"column 'label' has 5 values .* at most 3 make folders"):
-        run_with(done, {"partition_by": "label", "columns": ["item"]})
+        run_with(done, tmp_path, {"partition_by": "label", "columns": ["item"]})
 
 
 @pytest.mark.parametrize(
