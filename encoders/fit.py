@@ -57,7 +57,9 @@ class FitConfig:
 
     clip_layer cuts single entries of the weights' gradient: 0.1 is usual and 0.6 the largest seen
     on scaled rows, so 1 only cuts what outlying rows make of it. (The paper's 1e14 and 1e4 never
-    act on the t-SNE objective of edges: both gradients are bounded far below.)
+    act on the t-SNE objective of edges: both gradients are bounded far below.) noise: on average
+    both ends of an edge are moved by this share of the distance between them, at random and anew in
+    every step, so that the network learns the places of a neighbourhood, not those of single rows.
     """
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -67,6 +69,7 @@ class FitConfig:
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     exaggeration: float = 4.0
     exaggerated_share: float = 0.3
+    noise: float = 0.5
     clip_layer: float = 1.0
     seed: int = 0
     checkpoint_seconds: float = 60.0
@@ -116,7 +119,7 @@ def fit(
         gather = _gatherer(rows, preprocessing, device)
         for step in range(first, config.steps):
             drawn = _checked(draw(step), step, len(rows))
-            ready = gather(drawn.rows)
+            ready = shaken(gather(drawn.rows), drawn.n_edges, config, step)
             with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
                 y = network(ready).float()
             pair = objective(y.detach(), _batch(drawn, device), exaggeration(config, step))
@@ -228,6 +231,19 @@ def _gatherer(
         held = torch.tensor(rows, device=device)
         return lambda batch: preprocessing.apply(held[torch.from_numpy(batch).to(device)])
     return lambda batch: preprocessing.apply(torch.from_numpy(rows[batch]).to(device))
+
+
+def shaken(ready: torch.Tensor, n_edges: int, config: FitConfig, step: int) -> torch.Tensor:
+    """The points, those that end the edges moved by noise of the step's own."""
+    if not config.noise or not n_edges:
+        return ready
+    ends = ready[: 2 * n_edges]
+    gap = torch.linalg.vector_norm(ends[:n_edges] - ends[n_edges:], dim=1, keepdim=True)
+    generator = torch.Generator(ready.device).manual_seed((config.seed << 32) + step)
+    noise = torch.randn(ends.shape, generator=generator, device=ready.device)
+    gap = gap.where(gap.isfinite(), 0.0)  # a row that is not a number stays the only one to blame
+    size = gap.repeat(2, 1) * (config.noise / math.sqrt(ready.shape[1]))
+    return torch.cat([ends + size * noise, ready[2 * n_edges :]])
 
 
 def _fits(n_bytes: int, device: torch.device) -> bool:

@@ -23,6 +23,7 @@ def write_job_file(path: Path, lake: str, vector: str, output: str) -> None:
         batch=train.batch,
         exaggeration=train.exaggeration,
         exaggerated_share=train.exaggerated_share,
+        noise=train.noise,
         clip_pairwise=train.clip_pairwise,
         clip_layer=train.clip_layer,
     )

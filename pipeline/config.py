@@ -125,6 +125,7 @@ class TrainConfig:
     epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
     exaggerated_share: Share = 0.3
+    noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     clip_pairwise: Positive = 16.0
     clip_layer: Positive = 1.0
     seed: Seed = 0

@@ -59,6 +59,7 @@ class Lakemap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         optimizer: Literal["rmsprop", "adam", "sgd"] = DEFAULT.optimizer,
         exaggeration: float = DEFAULT.exaggeration,
         exaggerated_share: float = DEFAULT.exaggerated_share,
+        noise: float = DEFAULT.noise,
         clip_pairwise: float = DEFAULT.clip_pairwise,
         clip_layer: float = DEFAULT.clip_layer,
         random_state: int | np.random.RandomState | None = 0,
@@ -79,6 +80,7 @@ class Lakemap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self.optimizer = optimizer
         self.exaggeration = exaggeration
         self.exaggerated_share = exaggerated_share
+        self.noise = noise
         self.clip_pairwise = clip_pairwise
         self.clip_layer = clip_layer
         self.random_state = random_state
@@ -148,6 +150,7 @@ class Lakemap(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             learning_rate=self.learning_rate,
             exaggeration=self.exaggeration,
             exaggerated_share=self.exaggerated_share,
+            noise=self.noise,
             clip_pairwise=self.clip_pairwise,
             clip_layer=self.clip_layer,
             seed=seed,

@@ -58,6 +58,7 @@ def jobs(draw: st.DrawFn) -> Job:
             learning_rate=positive(1e-12),
             exaggeration=positive(1),
             exaggerated_share=shares,
+            noise=shares,
             clip_pairwise=positive(1e-12),
             clip_layer=positive(1e-12),
             seed=seeds,

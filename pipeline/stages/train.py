@@ -170,6 +170,7 @@ def make_fit_config(settings: TrainSettings) -> FitConfig:
         optimizer=config.optimizer,
         exaggeration=config.exaggeration,
         exaggerated_share=config.exaggerated_share,
+        noise=config.noise,
         clip_layer=config.clip_layer,
         seed=config.seed,
         checkpoint_seconds=CHECKPOINT_SECONDS,
@@ -226,7 +227,7 @@ def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, 
 
 TRAIN = Stage(
     name="train",
-    version=3,
+    version=4,
     reads=("sample", "symmetrize", "edges"),
     settings=settings,
     estimate=estimate,

@@ -18,6 +18,7 @@ from encoders.fit import (
     exaggeration,
     fit,
     learning_rate,
+    shaken,
 )
 from encoders.networks import NetworkConfig, build_network
 from encoders.objectives import ObjectiveConfig, build_objective
@@ -240,6 +241,20 @@ def test_rows_outside_the_sample_are_refused(row: int) -> None:
 def test_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer 'lion' is unknown; use rmsprop, adam or sgd"):
         train(replace(SMALL, optimizer="lion"))  # type: ignore[arg-type]
+
+
+def test_noise_moves_the_ends_of_edges_by_a_share_of_their_distance() -> None:
+    points = torch.randn(2 * 200 + 50, 300, generator=torch.Generator().manual_seed(0))
+    config = FitConfig(noise=0.5)
+    moved = shaken(points, 200, config, 7)
+    way = torch.linalg.vector_norm(moved - points, dim=1)
+    gap = torch.linalg.vector_norm(points[:200] - points[200:400], dim=1)
+    assert torch.allclose(way[:400] / gap.repeat(2), torch.tensor(0.5), atol=0.1)
+    assert torch.equal(moved[400:], points[400:])  # negatives stay where they are
+    assert torch.equal(shaken(points, 200, config, 7), moved)  # or a resumed run would differ
+    assert not torch.equal(shaken(points, 200, config, 8), moved)
+    assert shaken(points, 200, replace(config, noise=0.0), 7) is points
+    assert shaken(points, 0, config, 7) is points
 
 
 def test_exaggeration_lasts_for_its_share_of_the_steps() -> None:
