@@ -7,7 +7,7 @@ PEERS ?= $(BIN)/python
 SEEDS ?= 5
 TABLES ?= quality earlier study
 
-.PHONY: help install demo test lint bench bench-map bench-embed bench-demo bench-graph bench-knn \
+.PHONY: help install demo test lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
@@ -33,13 +33,16 @@ test: lint      ## ruff, mypy and the whole test suite
 	$(BIN)/pytest
 
 bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
-	$(MAKE) -j1 bench-map bench-embed bench-demo bench-graph
+	$(MAKE) -j1 bench-map bench-embed bench-scale bench-demo bench-graph
 
 bench-map: install    ## lake to map beside umap-learn and openTSNE
 	$(BIN)/python -m benchmarks.lake_to_map --data $(DATA) --peers-python $(PEERS)
 
 bench-embed: install  ## the embed stage against the bare forward pass
 	$(BIN)/python -m benchmarks.embed_rate
+
+bench-scale: install  ## the map stage as lakes grow, and from and to S3
+	$(BIN)/python -m benchmarks.map_scale
 
 bench-demo: install   ## the demo's seconds and accuracy
 	$(BIN)/python -m benchmarks.demo
