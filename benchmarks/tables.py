@@ -100,13 +100,13 @@ class Bench:
             run = self._ours(objective=objective)
             found[objective] = self._repeat(name, run, shown, objective)
         found["autoencoder"] = self._repeat(name, table_methods.autoencoder, shown, "autoencoder")
-        for package in DISTRIBUTIONS:
+        for package, title in DISTRIBUTIONS.items():
             measured = table_methods.peer(package, rows, self._options.peers_python)
             if measured is None:
                 continue
-            places, self._versions[DISTRIBUTIONS[package]] = measured
-            found[package], shown[package] = [table_methods.score(rows, places)], (rows, places)
-            if package == "openTSNE":
+            places, self._versions[title] = measured
+            found[title], shown[title] = [table_methods.score(rows, places)], (rows, places)
+            if title == "openTSNE":
                 taught = table_methods.supervised(rows, 0, places.train)
                 found["supervised"] = [table_methods.score(rows, taught)]
         places = table_methods.pca(rows, 0)
@@ -183,10 +183,10 @@ class Bench:
             for objective in OBJECTIVES:
                 places = table_methods.ours(rows, 0, objective=objective, **self._settings)
                 found[f"{n_train:,} {objective}"] = [table_methods.score(rows, places)]
-            for package in DISTRIBUTIONS:
+            for package, title in DISTRIBUTIONS.items():
                 measured = table_methods.peer(package, rows, self._options.peers_python)
                 if measured is not None:
-                    found[f"{n_train:,} {package}"] = [table_methods.score(rows, measured[0])]
+                    found[f"{n_train:,} {title}"] = [table_methods.score(rows, measured[0])]
         return found
 
     def _load(self, name: str, seed: int) -> Rows:
