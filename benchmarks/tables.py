@@ -23,6 +23,7 @@ from benchmarks.table_methods import Places
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 TABLES = ("quality", "earlier", "study")
 OBJECTIVES = ("tsne", "largevis", "umap")
@@ -136,6 +137,7 @@ class Bench:
         found: Found = {}
         for name in PAPER_EARLIER:
             found[name] = {"tsne": self._repeat(name, self._ours(), {}, "tsne")}
+        self._save(draw_earlier(found), "table_earlier")
         head = ["set", "train, ours", "train, paper", "test, ours", "test, paper"]
         rows = []
         for name, (train, test) in PAPER_EARLIER.items():
@@ -160,6 +162,7 @@ class Bench:
             },
             "training rows": self._grow(),
         }
+        self._save(draw_study(found), "table_study")
         parts = []
         for title, table in found.items():
             head = [title, "10-NN, train", "10-NN, test", "trustworthiness, test", "fit, s"]
@@ -204,9 +207,6 @@ class Bench:
 
     def _draw(self, name: str, pictures: dict[str, dict[str, tuple[Rows, Places]]]) -> None:
         """The test rows of every method and set, coloured by label, as one PNG."""
-        folder = self._options.results or measure.RESULTS
-        if self._options.quick and self._options.results is None:
-            return
         n_columns = max(len(shown) for shown in pictures.values())
         figure, axes = plt.subplots(
             len(pictures), n_columns, figsize=(3 * n_columns, 3 * len(pictures)), squeeze=False
@@ -217,10 +217,58 @@ class Bench:
             for axis, (method, (rows, places)) in zip(row, shown.items(), strict=False):
                 axis.scatter(*places.test.T, c=rows.y_test, s=1, cmap="tab20", linewidths=0)
                 axis.set_title(f"{title}: {method}", fontsize=8)
-        figure.tight_layout()
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"{name}.png", dpi=100)
+        self._save(figure, name)
+
+    def _save(self, figure: Figure, name: str) -> None:
+        """The figure as a PNG beside the other results."""
+        folder = self._options.results or (None if self._options.quick else measure.RESULTS)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.tight_layout()
+            figure.savefig(folder / f"{name}.png", dpi=100)
         plt.close(figure)
+
+
+def draw_earlier(found: Found) -> Figure:
+    """Accuracies of training and test rows beside the paper's."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
+    for axis, part, column in zip(axes, ("train", "test"), (0, 1), strict=True):
+        for offset, (title, values) in enumerate(
+            {
+                "ours": [100 * _mean(found[n]["tsne"], f"{part}_accuracy") for n in PAPER_EARLIER],
+                "paper": [figures[column] for figures in PAPER_EARLIER.values()],
+            }.items()
+        ):
+            places = [place + 0.4 * offset for place in range(len(PAPER_EARLIER))]
+            axis.bar(places, values, 0.4, label=title)
+        axis.set_xticks([place + 0.2 for place in range(len(PAPER_EARLIER))], [*PAPER_EARLIER])
+        axis.set_ylim(70, 100)
+        axis.set_title(f"10-NN accuracy of {part} rows, per cent", fontsize=9)
+        axis.legend(fontsize=7)
+    return figure
+
+
+def draw_study(found: Found) -> Figure:
+    """Accuracy and trustworthiness of test rows, and seconds, against what is varied."""
+    titles = {
+        "test_accuracy": "10-NN, test",
+        "test_trustworthiness": "trustworthiness, test",
+        "fit_seconds": "fit, s",
+    }
+    figure, axes = plt.subplots(len(titles), len(found), figsize=(4 * len(found), 8), squeeze=False)
+    for column, (name, table) in enumerate(found.items()):
+        lines: dict[str, dict[str, Sequence[dict[str, float]]]] = {}
+        for value, scores in table.items():
+            number, _, method = value.partition(" ")
+            lines.setdefault(method, {})[number] = scores
+        for axis, (key, title) in zip(axes[:, column], titles.items(), strict=True):
+            for method, points in lines.items():
+                axis.plot([*points], [_mean(s, key) for s in points.values()], "o-", label=method)
+            axis.set_title(f"{title} against {name}", fontsize=9)
+            axis.tick_params(labelsize=7)
+            if len(lines) > 1:
+                axis.legend(fontsize=6)
+    return figure
 
 
 NOTES = (
