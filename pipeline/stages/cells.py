@@ -51,7 +51,8 @@ COVERAGE_QUERIES = 1500
 SURE = 2  # standard errors by which the estimate must exceed the recall: the cheapest of several
 # options that seem to suffice is often one that was lucky
 COUNTED_ROWS = 32_768
-PART_OF_ROWS = (0.1, 0.25, 0.5, 0.75)  # that may do with one cell more than the others
+PART_OF_ROWS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75)  # that may do with one
+# cell more than the others
 UNLIMITED = 1e30  # a reach for all rows; JSON has no infinity
 BUCKET_ROWS = 16_384  # rows a bucket should have, copies apart
 LEAST_BUCKETS = 8
