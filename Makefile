@@ -38,8 +38,8 @@ bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python
 bench-map: install    ## lake to map beside umap-learn and openTSNE
 	$(BIN)/python -m benchmarks.lake_to_map --data $(DATA) --peers-python $(PEERS)
 
-bench-embed: install  ## the embed stage against the bare forward pass
-	$(BIN)/python -m benchmarks.embed_rate
+bench-embed: install  ## the embed stage against the bare forward pass, and the peers' transform
+	$(BIN)/python -m benchmarks.embed_rate $(if $(wildcard $(DATA)/mnist.npz),--data $(DATA) --peers-python $(PEERS))
 
 bench-scale: install  ## the map stage as lakes grow, and from and to S3
 	$(BIN)/python -m benchmarks.map_scale

@@ -1,13 +1,17 @@
 """Rows per second of the embed stage against the bare forward pass of the same network.
 
 The limit: as many one-thread processes as there are workers, rows already in memory, nothing but
-the network. The stage: read Parquet, check, forward, write Parquet, commit. The network's weights
-do not matter here, so it is trained for a few steps only.
+the paper's MLP. The stage: read Parquet, check, forward, write Parquet, commit. The network's
+weights do not matter here, so it is trained for a few steps only. With --data and --peers-python
+also: the peers' transform of MNIST's test rows, once they are warm.
 """
 
+import argparse
+import json
 import multiprocessing
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,23 +22,35 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks import measure
-from encoders.artifact import EMBED_BATCH
+from benchmarks import measure, transform_peers
+from encoders.artifact import EMBED_BATCH, Encoder
 from encoders.networks import NetworkConfig, build_network
 
 PACKAGES = ("lakemap", "torch", "dask", "pyarrow")
-ROWS_PER_FILE = 50_000
+FILE_BYTES = 32 << 20
 ROWS_IN_MEMORY = 1 << 17  # of the limit; walked over again and again
+FEW_ROWS = 10_000
 WARM_BATCHES = 20
+NETWORK = NetworkConfig(kind="mlp")
 JOB = """\
 input: {{path: lake, vector: embedding, id: row}}
 output: maps
 sample: {{rows: 2000}}
-train: {{steps: 20, batch: 256}}
+train: {{steps: 20, batch: 256, encoder: {{kind: mlp}}, preprocessing: {{pca: 0}}}}
 evaluate: {{rows: 200, reference_rows: 200}}
 gates: {{recall: null, trustworthiness: null}}
 cluster: {{kind: local, workers: {workers}}}
 """
+
+
+class Kind(NamedTuple):
+    """The rows of a lake."""
+
+    width: int
+    dtype: str
+
+
+KINDS = (Kind(128, "float32"), Kind(784, "uint8"))
 
 
 class Rate(NamedTuple):
@@ -46,48 +62,77 @@ class Rate(NamedTuple):
 
 
 def main() -> None:
-    """Measure the limit, then the stage, several times each."""
+    """Measure the limit, then the stage, several times each; then the peers."""
     parser = measure.parser(__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the lake")
-    parser.add_argument("--width", type=int, default=128, help="columns of the vectors")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the lakes")
     parser.add_argument("--workers", type=int, default=2, help="worker processes")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement")
+    parser.add_argument("--data", type=Path, help="folder of the .npz files, for the peers")
+    parser.add_argument("--peers-python", default=sys.executable, help="Python that has the peers")
+    parser.add_argument("--parametric-python", help="Python that has umap-learn and tensorflow")
     options = parser.parse_args()
-    n_rows = 20_000 if options.quick else options.rows
+    if options.data is not None and not (options.data / "mnist.npz").exists():
+        measure.stop(f"{options.data}: has no mnist.npz; give --data the folder that has it")
     facts = measure.machine()
-    limits = [measure_limit(n_rows, options.width, options.workers) for _ in range(options.rounds)]
-    with tempfile.TemporaryDirectory(prefix="lakemap-bench-") as name:
-        folder = Path(name)
-        write_lake(folder / "lake", n_rows, options.width)
-        (folder / "job.yaml").write_text(JOB.format(workers=options.workers))
-        measure.run_measured([measure.lakemap_command(), "run", str(folder / "job.yaml")])
-        rounds = [measure_embed(folder, options.workers) for _ in range(options.rounds)]
-    rate = statistics.median(found.rows_per_second for found in rounds)
+    kinds = [measure_kind(kind, options) for kind in KINDS]
     document = {
         "machine": facts,
         "versions": measure.versions(PACKAGES),
         "quick": options.quick,
-        "rows": n_rows,
-        "width": options.width,
         "workers": options.workers,
-        "limit_rows_per_second": limits,
-        "embed": [found._asdict() for found in rounds],
-        "ratio": rate / max(limits),
+        "kinds": kinds,
+        "peers": measure_peers(options),
     }
     measure.publish(options, "embed_rate", document, report(document))
 
 
-def write_lake(folder: Path, n_rows: int, width: int) -> None:
-    """Random float32 vectors in Parquet files, one row group each."""
+def measure_kind(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+    """Limit, stage and calls in memory for rows of a kind."""
+    n_rows = 20_000 if options.quick else options.rows
+    limits = [measure_limit(n_rows, kind, options.workers) for _ in range(options.rounds)]
+    with tempfile.TemporaryDirectory(prefix="lakemap-bench-") as name:
+        folder = Path(name)
+        write_lake(folder / "lake", n_rows, kind)
+        (folder / "job.yaml").write_text(JOB.format(workers=options.workers))
+        measure.run_measured([measure.lakemap_command(), "run", str(folder / "job.yaml")])
+        rounds = [measure_embed(folder, options.workers) for _ in range(options.rounds)]
+        (model,) = (folder / "maps/runs").glob("*/model")
+        called = measure_calls(Encoder.load(model), kind, options.rounds)
+    rate = statistics.median(found.rows_per_second for found in rounds)
+    found = {
+        "rows": n_rows,
+        **kind._asdict(),
+        "limit_rows_per_second": limits,
+        "embed": [found._asdict() for found in rounds],
+        "ratio": rate / max(limits),
+        "call_rows_per_second": called,
+    }
+    print(found, file=sys.stderr, flush=True)
+    return found
+
+
+def make_rows(kind: Kind, n_rows: int, seed: int) -> Any:
+    """Random rows of the kind."""
+    rng = np.random.default_rng([seed, kind.width])
+    if kind.dtype == "uint8":
+        return rng.integers(0, 256, (n_rows, kind.width), np.uint8)
+    return rng.standard_normal((n_rows, kind.width), dtype=np.float32)
+
+
+def write_lake(folder: Path, n_rows: int, kind: Kind) -> None:
+    """Random vectors in Parquet files of one partition's size, one row group each."""
     folder.mkdir()
-    for index, start in enumerate(range(0, n_rows, ROWS_PER_FILE)):
-        count = min(ROWS_PER_FILE, n_rows - start)
-        values = np.random.default_rng([0, index]).standard_normal(count * width, dtype=np.float32)
+    rows_per_file = FILE_BYTES // (kind.width * np.dtype(kind.dtype).itemsize)
+    for index, start in enumerate(range(0, n_rows, rows_per_file)):
+        count = min(rows_per_file, n_rows - start)
+        values = pa.array(make_rows(kind, count, index).ravel())
         columns = {
             "row": pa.array(np.arange(start, start + count)),
-            "embedding": pa.FixedSizeListArray.from_arrays(pa.array(values), width),
+            "embedding": pa.FixedSizeListArray.from_arrays(values, kind.width),
         }
-        pq.write_table(pa.table(columns), folder / f"part-{index:05d}.parquet")
+        pq.write_table(
+            pa.table(columns), folder / f"part-{index:05d}.parquet", use_dictionary=False
+        )
 
 
 def measure_embed(folder: Path, workers: int) -> Rate:
@@ -102,13 +147,26 @@ def measure_embed(folder: Path, workers: int) -> Rate:
     )
 
 
-def measure_limit(n_rows: int, width: int, workers: int) -> float:
+def measure_calls(encoder: Encoder, kind: Kind, rounds: int) -> float:
+    """Rows per second of one call for a few thousand rows in memory, as a service would make it."""
+    rows = make_rows(kind, FEW_ROWS, 0)
+    encoder.embed(rows)
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        encoder.embed(rows)
+        seconds.append(time.perf_counter() - started)
+    return len(rows) / statistics.median(seconds)
+
+
+def measure_limit(n_rows: int, kind: Kind, workers: int) -> float:
     """Rows per second of the bare network, one one-thread process per worker."""
     spawn = multiprocessing.get_context("spawn")
     barrier, times = spawn.Barrier(workers), spawn.SimpleQueue()
     share = n_rows // workers
     processes = [
-        spawn.Process(target=forward, args=(barrier, times, share, width)) for _ in range(workers)
+        spawn.Process(target=forward, args=(barrier, times, share, kind.width))
+        for _ in range(workers)
     ]
     for process in processes:
         process.start()
@@ -123,7 +181,7 @@ def measure_limit(n_rows: int, width: int, workers: int) -> float:
 def forward(barrier: Any, times: Any, n_rows: int, width: int) -> None:
     """Put the seconds of a forward pass over n_rows rows into the queue; all start together."""
     torch.set_num_threads(1)
-    network = build_network(NetworkConfig(), width).eval()
+    network = build_network(NETWORK, width).eval()
     rows = torch.randn(min(ROWS_IN_MEMORY, max(n_rows, EMBED_BATCH)), width)
     with torch.inference_mode():
         for _ in range(WARM_BATCHES):
@@ -138,9 +196,58 @@ def forward(barrier: Any, times: Any, n_rows: int, width: int) -> None:
         times.put(time.perf_counter() - started)
 
 
+def measure_peers(options: argparse.Namespace) -> dict[str, Any]:
+    """Each peer's transform of MNIST's test rows, as its own process tells."""
+    if options.data is None:
+        return {}
+    path = options.data / "mnist.npz"
+    n_train = 1000 if options.quick else 60_000
+    found: dict[str, Any] = {}
+    for name in transform_peers.PEERS:
+        is_parametric = name == "umap.parametric_umap"
+        python = options.parametric_python if is_parametric else options.peers_python
+        if python is None:
+            continue
+        command = [python, transform_peers.__file__, name, str(path), str(n_train)]
+        try:
+            told = json.loads(measure.run_measured(command).stdout.splitlines()[-1])
+        except measure.CommandError as error:
+            if error.code == transform_peers.NOT_INSTALLED:
+                print(f"{name} is not installed in {python}; left out", file=sys.stderr)
+                continue
+            raise
+        first, *warm = told["seconds"]
+        rate = told["rows"] / statistics.median(warm)
+        found[name] = {**told, "cold": told["rows"] / first, "warm": rate}
+        print(name, found[name], file=sys.stderr, flush=True)
+    return found
+
+
 def report(document: dict[str, Any]) -> str:
     """The results as Markdown."""
-    limits, rounds = document["limit_rows_per_second"], document["embed"]
+    parts = [f"# Embed, {document['workers']} workers", ""]
+    parts.append(measure.conditions(document["machine"], document["versions"]))
+    parts += [
+        "",
+        "The stage's time is its wall time in `lakemap stage embed`, from its plan to its "
+        "manifest: reading and checking Parquet, loading torch and the encoder in new workers, "
+        "the forward pass of the paper's MLP, writing and committing Parquet.",
+    ]
+    for kind in document["kinds"]:
+        parts += ["", f"## {kind['rows']:,} rows of {kind['width']} {kind['dtype']}", ""]
+        parts.append(_kind_table(kind))
+        parts += ["", f"Median of the rounds: {kind['ratio']:.2f} of the limit."]
+    if document["peers"]:
+        parts += ["", "## The peers' transform, 10,000 rows of MNIST", ""]
+        parts.append(_peer_table(document))
+    if document["quick"]:
+        parts += ["", "**A quick run on a few rows: these figures mean nothing.**"]
+    return "\n".join(parts) + "\n"
+
+
+def _kind_table(kind: dict[str, Any]) -> str:
+    limits, rounds = kind["limit_rows_per_second"], kind["embed"]
+    called = kind["call_rows_per_second"]
     rows = [
         ["bare forward pass (best)", f"{max(limits):,.0f}", "1.00", "", ""],
         *(
@@ -153,25 +260,27 @@ def report(document: dict[str, Any]) -> str:
             ]
             for number, found in enumerate(rounds, 1)
         ),
+        [f"`Encoder.embed`, {FEW_ROWS:,} rows", f"{called:,.0f}", "", "", ""],
     ]
-    head = ["", "rows/s", "of the limit", "workers busy", "worker peak MiB"]
-    parts = [
-        f"# Embed: {document['rows']:,} rows of {document['width']} float32, "
-        f"{document['workers']} workers",
-        "",
-        measure.conditions(document["machine"], document["versions"]),
-        "",
-        "The stage's time is its wall time in `lakemap stage embed`, from its plan to its "
-        "manifest: reading and checking Parquet, loading torch and the encoder in new workers, "
-        "the forward pass, writing and committing Parquet.",
-        "",
-        measure.table(head, rows),
-        "",
-        f"Median of the rounds: {document['ratio']:.2f} of the limit.",
+    return measure.table(["", "rows/s", "of the limit", "workers busy", "worker peak MiB"], rows)
+
+
+def _peer_table(document: dict[str, Any]) -> str:
+    kind = document["kinds"][-1]
+    stage = statistics.median(found["rows_per_second"] for found in kind["embed"])
+    called = kind["call_rows_per_second"]
+    head = ["peer", "cold rows/s", "warm rows/s", "stage, times", "`Encoder.embed`, times"]
+    rows = [
+        [
+            f"{name} {found['version']}",
+            f"{found['cold']:,.0f}",
+            f"{found['warm']:,.0f}",
+            f"{stage / found['warm']:.0f}",
+            f"{called / found['warm']:.0f}",
+        ]
+        for name, found in document["peers"].items()
     ]
-    if document["quick"]:
-        parts += ["", "**A quick run on a few rows: these figures mean nothing.**"]
-    return "\n".join(parts) + "\n"
+    return measure.table(head, rows)
 
 
 if __name__ == "__main__":

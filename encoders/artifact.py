@@ -63,8 +63,9 @@ class Encoder:
         with torch.inference_mode():
             for start in range(0, len(rows), EMBED_BATCH):
                 part = rows[start : start + EMBED_BATCH]
-                batch[: len(part)] = part  # what an earlier batch left behind it is not read
-                placed = self._place(torch.from_numpy(batch))
+                # What an earlier batch left behind the part is not read.
+                self.preprocessing.standardize_into(batch[: len(part)], part)
+                placed = self._padded(torch.from_numpy(batch))
                 positions[start : start + len(part)] = placed[: len(part)].numpy()
         return positions
 
@@ -144,11 +145,6 @@ class Encoder:
         projection = torch.from_numpy(components.T)
         bias = torch.zeros(len(projection))
         return torch.nn.Sequential(_PaddedLinear(projection, bias), network).eval()
-
-    def _place(self, batch: torch.Tensor) -> torch.Tensor:
-        """(EMBED_BATCH, 2) positions of a full batch."""
-        placed: torch.Tensor = self._padded(self.preprocessing.standardize(batch))
-        return placed
 
 
 def set_threads(n: int) -> None:

@@ -6,16 +6,15 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import dask
-from distributed import Client, KilledWorker, LocalCluster, get_worker
+from distributed import Client, KilledWorker, LocalCluster, get_worker, secede
 from distributed.comm.core import CommClosedError
 from distributed.system import MEMORY_LIMIT
 
-from jobs.flights import TASKS_PER_WORKER, Attempt, Flights
+from jobs.flights import TASKS_PER_WORKER, Attempt, Flights, Parts
 from pipeline.config import ClusterConfig
 from pipeline.errors import ClusterError
 from pipeline.manifest import Commit
@@ -67,37 +66,39 @@ class DaskRunner:
         flights = Flights(self._client, name, work, resources)
         with self._progress(topic, report):
             try:
-                for part in islice(waiting, TASKS_PER_WORKER * self.n_workers):
-                    flights.send(part, 1)
+                for _ in range(TASKS_PER_WORKER * self.n_workers):
+                    flights.send_next(waiting)
                 while flights:
                     attempt, twins = flights.land()
-                    commit = self._result(name, attempt, has_twin=bool(twins))
+                    commits = self._result(name, attempt, has_twin=bool(twins))
                     attempt.future.release()  # or Dask does it again when its worker dies
-                    if commit is not None:
-                        flights.settle(commit, twins)
-                        for part in islice(waiting, 1):
-                            flights.send(part, 1)
-                        yield commit
+                    if commits is not None:
+                        flights.settle(commits, twins)
+                        flights.send_next(waiting)
+                        yield from commits
                     elif not twins:
-                        flights.send(attempt.part, attempt.number + 1)
+                        # Alone from now on, so that only the one at fault is tried in vain.
+                        number = attempt.number + (len(attempt.parts) == 1)
+                        for part in attempt.parts:
+                            flights.send((part,), number)
             finally:
                 flights.cancel_all()
 
-    def _result(self, name: str, attempt: Attempt, has_twin: bool) -> Commit | None:
-        """The commit, or None when the partition deserves another attempt or has one."""
+    def _result(self, name: str, attempt: Attempt, has_twin: bool) -> list[Commit] | None:
+        """The commits, or None when the partitions deserve another attempt or have one."""
         try:
             return attempt.future.result()
         except FINAL_ERRORS:
             raise
         except Exception as error:
-            if has_twin or attempt.number <= self._retries:
+            if has_twin or len(attempt.parts) > 1 or attempt.number <= self._retries:
                 return None
             if isinstance(error, KilledWorker | asyncio.CancelledError | CommClosedError):
                 raise ClusterError(
-                    f"{name}: partition {attempt.part.index}: its worker died "
+                    f"{name}: partition {attempt.parts[0].index}: its worker died "
                     f"{attempt.number} times; give workers more memory (cluster.memory), run again"
                 ) from error
-            raise failed(name, attempt.part, attempt.number, error) from error
+            raise failed(name, attempt.parts[0], attempt.number, error) from error
 
     @contextmanager
     def _progress(self, topic: str, report: Report) -> Iterator[None]:
@@ -114,14 +115,18 @@ class DaskRunner:
             self._client.unsubscribe_topic(topic)
 
 
-def run_on_worker(task: Task, topic: str, part: Partition) -> Commit:
-    """The task's commit; runs on a worker, where progress goes to the scheduler as an event."""
+def run_on_worker(task: Task, topic: str, parts: Parts) -> list[Commit]:
+    """The task's commits; runs on a worker, where progress goes to the scheduler as an event."""
     worker = get_worker()
 
     def report(share: float, note: str) -> None:
         worker.log_event(topic, (share, note))
 
-    return task(part, report)
+    if len(parts) > 1:
+        return [task(part, report)() for part in parts]
+    write = task(parts[0], report)
+    secede()  # the worker goes on to the next task while this one writes
+    return [write()]
 
 
 class Offer(NamedTuple):

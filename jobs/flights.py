@@ -1,9 +1,14 @@
-"""Partitions on their way through a Dask cluster: sent, landed, started again when late."""
+"""Partitions on their way through a Dask cluster: sent, landed, started again when late.
+
+A task in Dask costs some milliseconds whatever it does, so partitions that take less travel several
+together.
+"""
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -17,15 +22,21 @@ TASKS_PER_WORKER = 2  # one runs, the next is already there
 LATE = 3  # times the median
 LATE_SECONDS = 5.0  # less is never late: a second start costs a worker's time
 LOOK_SECONDS = 1.0  # between two looks for late ones
+TOGETHER_SECONDS = 0.25  # of work that partitions sent together should make
+MOST_TOGETHER = 64
+REMEMBERED = 1000  # partitions whose times are known; before, each travels alone
+
+
+Parts = tuple[Partition, ...]
 
 
 class Attempt(NamedTuple):
-    """A partition in the cluster."""
+    """Partitions in the cluster, one after the other in one task."""
 
     key: str
-    part: Partition
+    parts: Parts
     number: int
-    future: "Future[Commit]"
+    future: "Future[list[Commit]]"
     sent: float  # time.monotonic()
 
 
@@ -34,43 +45,50 @@ class Flights:
 
     One that takes more than LATE times the median is started once more on other workers; the first
     commit wins. Time counts from the sending, and one task's time in a worker's queue is allowed
-    for.
+    for. How many partitions travel together follows from what the last ones took.
     """
 
     def __init__(
         self,
         client: Client,
         name: str,
-        task: Callable[[Partition], Commit],
+        task: Callable[[Parts], list[Commit]],
         resources: dict[str, int] | None,
     ) -> None:
         self._client, self._name, self._task, self._resources = client, name, task, resources
         self._flying: dict[str, Attempt] = {}
-        self._ended: SimpleQueue[Future[Commit]] = SimpleQueue()
-        self._seconds: deque[float] = deque(maxlen=1000)  # of the last tasks that ended well
+        self._ended: SimpleQueue[Future[list[Commit]]] = SimpleQueue()
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED)  # of the last partitions done
+        self._together = 1
         self._doubled: set[int] = set()
         self._looked = time.monotonic()
 
     def __len__(self) -> int:
         return len(self._flying)
 
-    def send(self, part: Partition, number: int, workers: list[str] | None = None) -> None:
+    def send_next(self, waiting: Iterator[Partition]) -> None:
+        """Send the next partitions, as many together as seems good."""
+        parts = tuple(islice(waiting, self._together))
+        if parts:
+            self.send(parts, 1)
+
+    def send(self, parts: Parts, number: int, workers: list[str] | None = None) -> None:
         """Start an attempt, on one of these workers if they live."""
-        key = f"{self._name}-{part.index}-{number}-{uuid4().hex}"
+        key = f"{self._name}-{parts[0].index}-{number}-{uuid4().hex}"
         future = self._client.submit(
             self._task,
-            part,
+            parts,
             key=key,
             pure=False,
             resources=self._resources,
             workers=workers,
             allow_other_workers=workers is not None,
         )
-        self._flying[key] = Attempt(key, part, number, future, time.monotonic())
+        self._flying[key] = Attempt(key, parts, number, future, time.monotonic())
         future.add_done_callback(self._ended.put)
 
     def land(self) -> tuple[Attempt, list[Attempt]]:
-        """The next attempt that has ended, well or not, and those of its partition still flying."""
+        """The next attempt that has ended, well or not, and its twins that are still flying."""
         while True:
             self._double_late()
             try:
@@ -79,11 +97,14 @@ class Flights:
                 continue
             attempt = self._flying.pop(str(future.key), None)
             if attempt is not None:  # else another attempt was faster
-                return attempt, [a for a in self._flying.values() if a.part is attempt.part]
+                return attempt, [a for a in self._flying.values() if a.parts is attempt.parts]
 
-    def settle(self, commit: Commit, twins: list[Attempt]) -> None:
-        """A partition is committed; its other attempts are no longer wanted."""
-        self._seconds.append(commit.effort.seconds)
+    def settle(self, commits: list[Commit], twins: list[Attempt]) -> None:
+        """Partitions are committed; their other attempts are no longer wanted."""
+        self._seconds.extend(commit.effort.seconds for commit in commits)
+        if len(self._seconds) == self._seconds.maxlen:
+            fitting = TOGETHER_SECONDS / max(statistics.median(self._seconds), 1e-9)
+            self._together = int(min(max(fitting, 1), MOST_TOGETHER))
         for twin in twins:
             del self._flying[twin.key]
         self._cancel(twins)
@@ -103,12 +124,12 @@ class Flights:
         self._looked = now
         limit = (LATE + TASKS_PER_WORKER - 1) * statistics.median(self._seconds)
         for attempt in list(self._flying.values()):
-            is_late = now - attempt.sent > max(limit, LATE_SECONDS)
-            if is_late and attempt.part.index not in self._doubled:
+            is_late = now - attempt.sent > max(len(attempt.parts) * limit, LATE_SECONDS)
+            if is_late and attempt.parts[0].index not in self._doubled:
                 others = self._elsewhere(attempt.key)
                 if others:
-                    self._doubled.add(attempt.part.index)
-                    self.send(attempt.part, attempt.number, others)
+                    self._doubled.add(attempt.parts[0].index)
+                    self.send(attempt.parts, attempt.number, others)
 
     def _elsewhere(self, key: str) -> list[str]:
         """The workers that do not have the task."""

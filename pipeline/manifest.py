@@ -10,7 +10,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -71,7 +71,7 @@ class Part:
         return objects | dict(self.files)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """What is known of a committed partition; equal inputs give an equal record."""
 
@@ -84,7 +84,7 @@ class Record:
     metrics: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Effort:
     """What a partition cost; differs from run to run."""
 
@@ -92,7 +92,7 @@ class Effort:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Commit:
     """One partition's entry in the ledger."""
 
@@ -142,20 +142,51 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
 
 
 def to_json(value: Plan | Commit | Manifest | Timing) -> bytes:
-    """The record as readable JSON."""
-    return json.dumps(asdict(value), indent=1, sort_keys=True).encode()
+    """The record as JSON: a line for every field, and for every partition of many thousand."""
+    lines = [f'"{name}":{_field_text(getattr(value, name))}' for name in _field_names(value)]
+    return ("{" + ",\n".join(lines) + "}\n").encode()
+
+
+def _field_names(value: Any) -> list[str]:
+    return sorted(field.name for field in fields(value))
+
+
+def _field_text(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",\n".join(map(_text, value)) + "]"
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=_as_mapping, sort_keys=True, separators=(",", ":"))
+
+
+def _as_mapping(value: Any) -> dict[str, Any]:
+    """A dataclass's fields; not copied, as `asdict` does."""
+    return {name: getattr(value, name) for name in _field_names(value)}
 
 
 def from_json(kind: type[T], data: bytes, where: str) -> T:
     """The record of that kind; one of another format, or damaged, is refused by name."""
     try:
-        found = json.loads(data).get("format")
-        if found != FORMAT:
-            raise StoreError(f"{where}: format {found}, this version reads {FORMAT}; remove it")
         value: T = _ADAPTERS[kind].validate_json(data)
-    except (ValueError, AttributeError) as error:  # not JSON, not UTF-8, not these fields
-        raise StoreError(f"{where}: not a {kind.__name__.lower()} record; remove it") from error
+        found = value.format
+    except ValueError as error:  # not JSON, not UTF-8, not these fields
+        found = _find_format(data)
+        if found == FORMAT:
+            line = f"{where}: not a {kind.__name__.lower()} record; remove it"
+            raise StoreError(line) from error
+    if found != FORMAT:
+        raise StoreError(f"{where}: format {found}, this version reads {FORMAT}; remove it")
     return value
+
+
+def _find_format(data: bytes) -> Any:
+    """What the record says its format is; ours if it cannot even be asked."""
+    try:
+        return json.loads(data).get("format")
+    except (ValueError, AttributeError):
+        return FORMAT
 
 
 def fingerprint(*values: Any) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Rows start..stop of row group `group` of the input file `path`; group -1 is a Zarr array."""
 
@@ -18,7 +18,7 @@ class Piece:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Partition:
     """Rows start..stop of whatever a stage works on; `pieces` says where they lie in the lake."""
 

@@ -10,7 +10,11 @@ from pipeline.partitions import Partition
 Report = Callable[[float, str], None]
 """Called by a long task with the share done (0..1) and a short note."""
 
-Task = Callable[[Partition, Report], Commit]
+Write = Callable[[], Commit]
+"""Writes what a task has computed and commits it."""
+
+Task = Callable[[Partition, Report], Write]
+"""Computes a partition. Writing is apart, so that the next partition need not wait for it."""
 
 # Another attempt cannot help where the input or the job itself is wrong.
 FINAL_ERRORS = (ConfigError, InputError, GateError)
@@ -65,7 +69,7 @@ class SerialRunner:
     def _attempt(self, name: str, task: Task, part: Partition, report: Report) -> Commit:
         for attempt in range(1, self._retries + 2):
             try:
-                return task(part, report)
+                return task(part, report)()
             except FINAL_ERRORS:
                 raise
             except Exception as error:

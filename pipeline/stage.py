@@ -37,7 +37,7 @@ from pipeline.manifest import (
     to_json,
 )
 from pipeline.partitions import Partition, block_rows, graph_rows
-from pipeline.runner import Report, Runner
+from pipeline.runner import Report, Runner, Write
 from pipeline.stores import Folder
 
 S = TypeVar("S")
@@ -214,18 +214,18 @@ def _run_parts(
     return [commits[partition.index] for partition in plan.partitions]
 
 
-def run_part(stage: Stage[S], context: Context[S], partition: Partition, report: Report) -> Commit:
-    """The partition's commit; the work is done only if nobody has committed it yet."""
+def run_part(stage: Stage[S], context: Context[S], partition: Partition, report: Report) -> Write:
+    """The partition, computed and ready to commit; only if nobody has committed it yet."""
     existing = load_commit(context.folder, partition.index)
     if existing is not None:
-        return existing
+        return lambda: existing
     context = replace(context, facts=_plan_facts(context.folder))
     with limited_threads(stage.whole_machine):
         started = time.perf_counter()
         forget_peak_memory()
         part = stage.do_part(context, partition, report)
         effort = Effort(time.perf_counter() - started, peak_memory())
-    return commit_part(context.folder, partition, part, effort)
+    return functools.partial(commit_part, context.folder, partition, part, effort)
 
 
 @lru_cache(maxsize=32)

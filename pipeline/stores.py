@@ -353,5 +353,8 @@ def read_bucket(folder: Folder, index: BucketIndex, bucket: int) -> dict[str, ND
 
 def put_all(folder: Folder, objects: Mapping[str, bytes]) -> None:
     """Write the objects, several at a time."""
+    if len(objects) == 1:
+        folder.put(*next(iter(objects.items())))
+        return
     with ThreadPoolExecutor(min(8, max(1, len(objects)))) as pool:
         list(pool.map(lambda item: folder.put(*item), objects.items()))

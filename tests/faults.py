@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeline.config import InputConfig, Job, SampleConfig
 from pipeline.errors import ConfigError, GateError, InputError, StoreError
 from pipeline.manifest import Commit, Effort, Manifest, Part, Plan, Record, Timing
 from pipeline.partitions import Partition, split_rows
-from pipeline.runner import Report
+from pipeline.runner import Report, Write
 from pipeline.stage import Context, Estimate, Shape, Stage
 
 OK, RAISE, DIE, HANG = "ok", "raise", "die", "hang"
@@ -81,11 +82,11 @@ class ScriptedTask:
 
     script: Script
 
-    def __call__(self, part: Partition, report: Report) -> Commit:
+    def __call__(self, part: Partition, report: Report) -> Write:
         """A commit that names the attempt."""
         attempt = self.script.act(part.index)
         report(0.5, f"partition {part.index}")
-        return make_commit(part, metrics={"attempt": attempt})
+        return partial(make_commit, part, metrics={"attempt": attempt})
 
 
 def make_record(part: Partition, **changes: Any) -> Record:

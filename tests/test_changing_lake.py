@@ -93,6 +93,27 @@ def test_a_changed_file_is_left_for_the_next_run(
         assert again.metrics["rows_mapped"] == len(good)
 
 
+@pytest.mark.parametrize("embed", [{}, {"spatial_key": True, "partition_by": "label"}])
+def test_a_partition_whose_files_all_changed_has_no_map(
+    embed: dict[str, object], tmp_path: Path
+) -> None:
+    lake = write_parquet(tmp_path / "lake", *make_blobs(1000))
+    source = {**LABELLED, "on_change": "skip", "partition_bytes": 1 << 16}
+    job = make_job(lake.path, tmp_path / "maps", input=source, embed=embed)
+
+    def rewrite_all_but_one() -> None:
+        for number in (1, 2, 3):
+            rewrite(lake.path / f"part-{number}.parquet")
+
+    found = run_meddled(job, "embed", rewrite_all_but_one)
+    files = sorted((Path(found.run.url) / "map").rglob("*.parquet"))
+    rows = [pq.read_metadata(path).num_rows for path in files]
+    assert min(rows) > 0
+    kinds = {pq.read_schema(path).field("id").type for path in files}
+    assert kinds == {pq.read_schema(lake.path / "part-0.parquet").field("item").type}
+    assert sum(rows) == found.metrics["rows_mapped"] == 250
+
+
 def bad_in(lake: Lake, stage: str) -> int:
     """Bad rows of the third file: ingest knew them as such if it read the file."""
     inside = [row for row in lake.bad if 500 <= row < 750]

@@ -3,6 +3,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import dask
@@ -15,9 +16,8 @@ from jobs import cluster
 from jobs.cluster import DaskRunner, core_count, find_offer, open_runner
 from pipeline.config import ClusterConfig
 from pipeline.errors import ClusterError
-from pipeline.manifest import Commit
 from pipeline.partitions import Partition, split_rows
-from pipeline.runner import Report, Runner, SerialRunner
+from pipeline.runner import Report, Runner, SerialRunner, Write
 from tests.conftest import RETRIES
 from tests.faults import DIE, OK, RAISE, Script, ignore_report, make_commit
 from tests.test_runner import run_all, run_both_stages
@@ -47,21 +47,21 @@ class HangingTask:
 
     script: Script
 
-    def __call__(self, part: Partition, _: Report) -> Commit:
+    def __call__(self, part: Partition, _: Report) -> Write:
         attempt = self.script.act(part.index)
         if (part.index, attempt) == (0, 1):
             (self.script.folder / "pid.part").write_text(str(os.getpid()))
             (self.script.folder / "pid.part").rename(self.script.folder / "pid")
             time.sleep(PATIENCE_SECONDS)
-        return make_commit(part, metrics={"attempt": attempt})
+        return partial(make_commit, part, metrics={"attempt": attempt})
 
 
 @dataclass(frozen=True)
 class PidTask:
     """Names the process it runs in."""
 
-    def __call__(self, part: Partition, _: Report) -> Commit:
-        return make_commit(part, metrics={"pid": os.getpid()})
+    def __call__(self, part: Partition, _: Report) -> Write:
+        return partial(make_commit, part, metrics={"pid": os.getpid()})
 
 
 def worker_pids(runner: Runner) -> set[int]:

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import flights
+from jobs.cluster import open_runner
 from jobs.flights import TASKS_PER_WORKER
+from pipeline.config import ClusterConfig
 from pipeline.errors import GateError, InputError, StageError, StoreError
 from pipeline.manifest import Commit, Effort
 from pipeline.partitions import Partition, split_rows
-from pipeline.runner import Report, Runner, SerialRunner, failed
+from pipeline.runner import Report, Runner, SerialRunner, Write, failed
 from pipeline.stage import run_stage
 from pipeline.stores import Folder
 from tests.conftest import RETRIES
@@ -185,15 +188,72 @@ def test_a_runner_says_what_it_offers(runner: Runner) -> None:
 
 
 @dataclass(frozen=True)
+class QuickTask(ScriptedTask):
+    """Says that it took a millisecond."""
+
+    def __call__(self, part: Partition, report: Report) -> Write:
+        write = super().__call__(part, report)
+        return lambda: replace(write(), effort=Effort(0.001, 1 << 20))
+
+
+def test_quick_partitions_travel_together_and_fail_alone(
+    dask_runner: Runner, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "REMEMBERED", 4)
+    monkeypatch.setattr(flights, "MOST_TOGETHER", 7)
+    sent: list[int] = []
+    send = flights.Flights.send
+
+    def count(self: flights.Flights, parts: flights.Parts, *rest: Any) -> None:
+        sent.append(len(parts))
+        send(self, parts, *rest)
+
+    monkeypatch.setattr(flights.Flights, "send", count)
+    script.write({50: [RAISE] * (RETRIES + 1)})
+    parts = split_rows(100, 1)
+    commits = list(dask_runner.map("toy", QuickTask(script), parts, ignore_report))
+    assert sorted(c.record.partition.index for c in commits) == list(range(100))
+    assert max(sent) == 7
+    assert script.attempts()[50] == RETRIES + 2  # together with others, then alone
+
+
+@dataclass(frozen=True)
 class SlowTask:
     """A task that takes its time and says so in its commit."""
 
     script: Script
 
-    def __call__(self, part: Partition, _: Report) -> Commit:
+    def __call__(self, part: Partition, _: Report) -> Write:
         self.script.act(part.index)
         time.sleep(0.4)
-        return replace(make_commit(part), effort=Effort(1.0, 0))
+        return lambda: replace(make_commit(part), effort=Effort(1.0, 0))
+
+
+@dataclass(frozen=True)
+class SlowWriter:
+    """The first partition is only written once the second has been computed."""
+
+    script: Script
+
+    def __call__(self, part: Partition, _: Report) -> Write:
+        self.script.act(part.index)
+
+        def write() -> Commit:
+            deadline = time.monotonic() + 20
+            while part.index == 0 and 1 not in self.script.attempts():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            return make_commit(part)
+
+        return write
+
+
+def test_a_worker_computes_while_another_partition_is_written(
+    script: Script,
+) -> None:
+    with open_runner(ClusterConfig(workers=1), lambda _: None) as runner:
+        commits = list(runner.map("toy", SlowWriter(script), split_rows(2, 1), ignore_report))
+    assert len(commits) == 2
 
 
 def read_all(root: Path) -> dict[str, bytes]:

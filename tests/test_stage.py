@@ -261,7 +261,7 @@ def test_a_partition_somebody_has_committed_is_not_done_again(toy: Toy) -> None:
     part = Partition(2, 8, 12)
     context = Context(ToySettings(20, 0), {}, folder)
     theirs = commit_part(folder, part, Part(4, files={"a": b"1"}), Effort(1.0, 1))
-    assert run_part(TOY, context, part, ignore_report) == theirs
+    assert run_part(TOY, context, part, ignore_report)() == theirs
     assert toy.script.attempts() == {}
 
 

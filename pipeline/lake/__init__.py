@@ -19,7 +19,7 @@ from pipeline.lake.files import (
     take_snapshot,
 )
 from pipeline.lake.parquet import parquet_files, plan_parquet, read_parquet
-from pipeline.lake.rows import CHANGED, Block, LakePlan, Lost, Rows, collect_rows
+from pipeline.lake.rows import CHANGED, Block, LakePlan, Lost, Rows, Watch, collect_rows
 from pipeline.lake.zarr import plan_zarr, read_zarr, zarr_files
 from pipeline.partitions import Partition
 
@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "Snapshot",
     "Source",
+    "Watch",
     "plan_lake",
     "read_partition",
     "take_snapshot",
@@ -47,18 +48,21 @@ def read_partition(
     width: int,
     dtype: str,
     files: Mapping[str, InputFile] | None = None,
+    watch: Watch | None = None,
 ) -> Rows:
     """The partition's rows; with `files`, those of the snapshot, it is seen that none changed.
 
     One that did ends the run or, if the source says so, its rows are lost: bad rows with that
-    reason. A Zarr partition whose chunks changed is lost as a whole.
+    reason. A Zarr partition whose chunks changed is lost as a whole. `watch` is told of the good
+    rows while others are still being read; where files were lost it is told of all again, in
+    another array.
     """
     root = open_root(source.path)
     lost: dict[str, str] = {}
     while True:
         blocks = _blocks(root, source, partition, width, files or {}, lost)
         try:
-            rows = collect_rows(source, np.empty((partition.n_rows, width), dtype), blocks)
+            rows = collect_rows(source, np.empty((partition.n_rows, width), dtype), blocks, watch)
         except LakemapError:
             changed = _find_changed(root, source, partition, files, lost)
             if not changed:

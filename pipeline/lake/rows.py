@@ -4,7 +4,7 @@ A format hands its rows over as blocks; what makes a row good is the same for al
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ BAD_SCHEMA = pa.schema(
 Matrix = NDArray[Any]
 Flags = NDArray[np.bool_]
 Faults = dict[int, str]  # row of a block → why it cannot be used
+Watch = Callable[[Matrix], None]  # told of the good rows that are there so far
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,13 @@ class Block:
         return pc.binary_join_element_wise(self.file, pc.cast(numbers, pa.string()), ":")
 
 
-def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block | Lost]) -> Rows:
-    """The blocks' rows; the good ones' vectors fill `vectors` from its beginning."""
+def collect_rows(
+    source: Source, vectors: Matrix, blocks: Iterable[Block | Lost], watch: Watch | None = None
+) -> Rows:
+    """The blocks' rows; the good ones' vectors fill `vectors` from its beginning.
+
+    `watch` gets the filled part after every block, while the next one is still to be read.
+    """
     n_good, by_file, lost = 0, Counter[str](), []
     tables, passed, flags, bad = [], [], [], [BAD_SCHEMA.empty_table()]
     for block in blocks:
@@ -97,17 +103,19 @@ def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block | Lost]
             found = block.vectors.astype(vectors.dtype, copy=False)
         faults = _value_faults(found, source.reject_zero) | block.faults
         faults = _id_faults(block.ids) | faults
-        good = np.ones(len(found), bool)
-        good[list(faults)] = False
-        np.compress(good, found, axis=0, out=vectors[n_good : n_good + int(good.sum())])
-        n_good += int(good.sum())
-        by_file[block.file] += int(good.sum())
-        tables.append(_scalars(block).filter(pa.array(good)))
+        good = np.delete(np.arange(len(found)), list(faults)) if faults else slice(None)
+        n_new = len(found) - len(faults)
+        vectors[n_good : n_good + n_new] = found[good]
+        n_good += n_new
+        by_file[block.file] += n_new
+        tables.append(_keep(_scalars(block), good))
         if block.passed:
-            passed.append(pa.table(dict(block.passed)).filter(pa.array(good)))
+            passed.append(_keep(pa.table(dict(block.passed)), good))
         flags.append(to_flags(block)[good])
         if faults:
             bad.append(_bad_rows(block, faults))
+        if watch is not None:
+            watch(vectors[:n_good])
     if not tables:
         nothing = Block("", 0, np.empty((0, vectors.shape[1])), labels=pa.nulls(0))
         tables, flags = [_scalars(nothing)], [np.empty(0, bool)]
@@ -127,6 +135,10 @@ def collect_rows(source: Source, vectors: Matrix, blocks: Iterable[Block | Lost]
         dict(by_file),
         tuple(lost),
     )
+
+
+def _keep(table: pa.Table, good: NDArray[np.int64] | slice) -> pa.Table:
+    return table if isinstance(good, slice) else table.take(pa.array(good))
 
 
 def _lost_rows(lost: Lost) -> pa.Table:
@@ -158,11 +170,21 @@ def _value_faults(vectors: Matrix, reject_zero: bool) -> Faults:
     if reject_zero:
         faults = {int(row): "zero vector" for row in np.flatnonzero(~vectors.any(axis=1))}
     if vectors.dtype.kind == "f":
-        wrong = ~np.isfinite(vectors)
-        for row in np.flatnonzero(wrong.any(axis=1)).tolist():
-            position = int(wrong[row].argmax())
-            faults[row] = f"not finite: {vectors[row, position]} at position {position}"
+        for row in np.flatnonzero(~np.isfinite(_sums(vectors))).tolist():
+            wrong = ~np.isfinite(vectors[row])  # none where finite values have too large a sum
+            if wrong.any():
+                position = int(wrong.argmax())
+                faults[row] = f"not finite: {vectors[row, position]} at position {position}"
     return faults
+
+
+def _sums(vectors: Matrix) -> Matrix:
+    """The rows' sums: not finite if a value is not, and many times faster than to look at each."""
+    if vectors.dtype != np.float32:
+        return vectors.sum(axis=1, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: Matrix = vectors @ np.ones(vectors.shape[1], np.float32)
+    return sums
 
 
 def _bad_rows(block: Block, faults: Faults) -> pa.Table:

@@ -1,6 +1,9 @@
 """embed: every good row of the lake to its place on the map, one Parquet file per partition."""
 
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from encoders.artifact import Encoder
+from encoders.artifact import EMBED_BATCH, Encoder
 from pipeline.config import EmbedConfig, Job
 from pipeline.errors import InputError
 from pipeline.kernels.morton import morton_keys
@@ -28,6 +31,10 @@ COLOURED_LABELS = 20
 NOT_FINITE = "coordinates not finite"
 MOST_FOLDERS = 1000  # of one partition: more are no longer folders but rows
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+NOWHERE = np.empty((0, 2), np.float32)
+NO_PLACES = pa.table(
+    {"x": pa.array([], pa.float32()), "y": pa.array([], pa.float32()), "label": pa.nulls(0)}
+)
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,47 @@ def load_encoder(ref: StoreRef) -> Encoder:
     return Encoder.from_files({name: store.file(record, name) for name in names})
 
 
+class Places:
+    """Places of rows that are still being read, found in a thread of their own."""
+
+    def __init__(self, encoder: Encoder, thread: ThreadPoolExecutor) -> None:
+        self._encoder, self._thread = encoder, thread
+        self._read: NDArray[Any] | None = None
+        self._n_sent = 0
+        self._found: list[Future[NDArray[Any]]] = []
+
+    def follow(self, vectors: NDArray[Any]) -> None:
+        """Place the rows read so far, less those that do not fill a batch."""
+        self._send(vectors, len(vectors) // EMBED_BATCH * EMBED_BATCH)
+
+    def of(self, vectors: NDArray[Any]) -> NDArray[np.float32]:
+        """The places of all rows, once they are all there."""
+        self._send(vectors, len(vectors))
+        return np.concatenate([NOWHERE, *(places.result() for places in self._found)])
+
+    def _send(self, vectors: NDArray[Any], stop: int) -> None:
+        if vectors.base is not self._read:  # read anew, because a file had changed
+            self._read, self._n_sent, self._found = vectors.base, 0, []
+        if stop > self._n_sent:
+            some = vectors[self._n_sent : stop]
+            self._found.append(self._thread.submit(self._encoder.embed, some))
+            self._n_sent = stop
+
+
+@contextmanager
+def placing(encoder: Encoder) -> Iterator[Places]:
+    """Places to follow a reader with."""
+    with ThreadPoolExecutor(1) as thread:
+        yield Places(encoder, thread)
+
+
 def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) -> Part:
     """A partition's map; rows that cannot be placed are set aside with the reason."""
     ingest, config = context.read("ingest"), context.settings.embed
     record = ingest.records[partition.index]
-    rows, ranks = read_good_rows(context.settings.source, ingest, record)
-    xy = load_encoder(context.inputs["train"]).embed(rows.vectors)
+    with placing(load_encoder(context.inputs["train"])) as places:
+        rows, ranks = read_good_rows(context.settings.source, ingest, record, places.follow)
+        xy = places.of(rows.vectors)
     mapped = np.isfinite(xy).all(axis=1)
     columns = {"id": rows.ids, "x": pa.array(xy[:, 0]), "y": pa.array(xy[:, 1])}
     if rows.labels is not None:
@@ -101,8 +143,11 @@ def arrange(
 ) -> tuple[dict[str, pa.Table], NDArray[np.int32] | None]:
     """The tables of a partition's files by name, and the rank of every row of them in `table`.
 
-    The ranks are None where all rows are in one file and in the lake's order.
+    The ranks are None where all rows are in one file and in the lake's order. No rows make no file:
+    where all of them are lost nobody knows what type their ids have.
     """
+    if not table.num_rows:
+        return {}, None
     if not config.spatial_key and config.partition_by is None:
         return {"map": table}, None
     order = np.arange(table.num_rows)
@@ -123,7 +168,7 @@ def arrange(
     names = [f"map/{_quoted(by)}={_quoted(value)}" for value in codes.dictionary.to_pylist()]
     ranks = {name: order[numbers == number] for number, name in enumerate(names)}
     tables = {name: rest.take(pa.array(ranks[name])) for name in sorted(names)}
-    together = np.concatenate([ranks[name] for name in tables] or [order])
+    together = np.concatenate([ranks[name] for name in tables])
     return tables, together.astype(np.int32)
 
 
@@ -140,7 +185,7 @@ def map_names(record: Record) -> list[str]:
 
 def read_map(store: Store, record: Record) -> pa.Table:
     """Place and label of a partition's rows, in the lake's order, whatever its files' is."""
-    tables = []
+    tables = [] if record.n_rows else [NO_PLACES]
     for name in map_names(record):
         table = store.table(record, name)
         key, _, value = name.removeprefix("map/").partition("=")

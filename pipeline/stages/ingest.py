@@ -20,6 +20,7 @@ from pipeline.lake import (
     Rows,
     Snapshot,
     Source,
+    Watch,
     plan_lake,
     read_partition,
     take_snapshot,
@@ -72,13 +73,13 @@ def prepare(context: Context[Source]) -> Plan:
     return Plan(plan.partitions, facts)
 
 
-def read_rows(source: Source, partition: Partition, facts: Any) -> Rows:
+def read_rows(source: Source, partition: Partition, facts: Any, watch: Watch | None = None) -> Rows:
     """The partition's rows, from files that must not have changed since the snapshot."""
     listed = facts["files"]
     is_zarr = partition.pieces[0].group < 0  # its pieces do not name the chunks they touch
     names = listed if is_zarr else {piece.path for piece in partition.pieces}
     files = {path: InputFile(path, *listed[path]) for path in names}
-    return read_partition(source, partition, facts["width"], facts["dtype"], files)
+    return read_partition(source, partition, facts["width"], facts["dtype"], files, watch)
 
 
 class GoodRows(NamedTuple):
@@ -88,9 +89,11 @@ class GoodRows(NamedTuple):
     ranks: NDArray[np.int64]
 
 
-def read_good_rows(source: Source, ingest: Store, record: Record) -> GoodRows:
+def read_good_rows(
+    source: Source, ingest: Store, record: Record, watch: Watch | None = None
+) -> GoodRows:
     """The partition's good rows, as many as ingest counted but for files that changed since."""
-    rows = read_rows(source, record.partition, ingest.manifest.facts)
+    rows = read_rows(source, record.partition, ingest.manifest.facts, watch)
     counts = record.metrics["n_good"]
     found = {path: rows.n_good.get(path, 0) for path in counts if path not in rows.lost}
     if found != {path: counts[path] for path in found}:
