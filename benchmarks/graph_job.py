@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import measure
+from benchmarks.silent import Silent
 from jobs import flow
 from jobs.cluster import open_runner
 from pipeline.config import ClusterConfig, Job, load_job
-from pipeline.manifest import Commit, Manifest, Store, Timing, find_store
+from pipeline.manifest import Store, find_store
 from pipeline.runner import Runner
 from pipeline.stores import Folder
 
@@ -38,22 +39,6 @@ affinity: {{perplexity: {perplexity}}}
 gates: {{recall: null}}
 cluster: {{workers: {workers}}}
 """
-
-
-class Silent:
-    """An observer that says nothing."""
-
-    def stage_started(self, name: str, n_parts: int, n_done: int, n_rows: int) -> None:
-        """Nothing."""
-
-    def part_done(self, name: str, commit: Commit) -> None:
-        """Nothing."""
-
-    def task_progress(self, name: str, share: float, note: str) -> None:
-        """Nothing."""
-
-    def stage_finished(self, name: str, manifest: Manifest, timing: Timing, skipped: bool) -> None:
-        """Nothing."""
 
 
 class Round(NamedTuple):

@@ -7,12 +7,12 @@ s3          embed from and to an S3 server on loopback, against the same on disk
 """
 
 import argparse
+import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,6 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks import measure
-from benchmarks.graph_job import Silent
-from benchmarks.tiny_stage import TINY
-from jobs.cluster import open_runner
-from pipeline.config import ClusterConfig, InputConfig, Job, SampleConfig
-from pipeline.stage import forget_peak_memory, peak_memory, run_stage
 from pipeline.stores import Folder
 from tests.s3 import BUCKET, OWNER, run_server
 
@@ -119,20 +114,15 @@ def run_lakemap(*words: str | Path) -> measure.Measured:
     return measure.run_measured([measure.lakemap_command(), *map(str, words)])
 
 
-def measure_partitions(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def measure_partitions(_: Path, options: argparse.Namespace) -> dict[str, float]:
     """A stage of tiny tasks, of which nothing but the ledger costs anything."""
     n_parts = 1000 if options.quick else 100_000
-    job = Job(InputConfig("none"), str(folder), sample=SampleConfig(n_parts))
-    with open_runner(ClusterConfig(workers=WORKERS), lambda _: None) as runner:
-        forget_peak_memory()
-        started = time.perf_counter()
-        run_stage(TINY, {}, Folder(str(folder)), job, runner, Silent())
-        seconds = time.perf_counter() - started
+    command = [sys.executable, "-m", "benchmarks.tiny_stage", str(n_parts)]
+    told = json.loads(measure.run_measured(command).stdout.splitlines()[-1])
     return {
         "partitions": n_parts,
-        "seconds": seconds,
-        "milliseconds_each": 1000 * seconds / n_parts,
-        "driver_bytes": peak_memory(),
+        **told,
+        "milliseconds_each": 1000 * told["seconds"] / n_parts,
     }
 
 

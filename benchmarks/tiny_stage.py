@@ -1,12 +1,32 @@
-"""A stage whose tasks do nothing, to measure what a partition costs beside its work."""
+"""A stage whose tasks do nothing, to measure what a partition costs beside its work.
 
+python -m benchmarks.tiny_stage N_PARTS prints the seconds and the driver's peak memory as JSON.
+"""
+
+import json
+import sys
+import tempfile
+import time
 from dataclasses import dataclass
 
-from pipeline.config import Job
+from benchmarks.silent import Silent
+from jobs.cluster import open_runner
+from pipeline.config import ClusterConfig, InputConfig, Job, SampleConfig
 from pipeline.manifest import Part, Plan
 from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report
-from pipeline.stage import Context, Estimate, Shape, Stage
+from pipeline.stage import (
+    Context,
+    Estimate,
+    Shape,
+    Stage,
+    forget_peak_memory,
+    peak_memory,
+    run_stage,
+)
+from pipeline.stores import Folder
+
+WORKERS = 2
 
 
 @dataclass(frozen=True)
@@ -45,3 +65,21 @@ TINY = Stage(
     prepare=prepare,
     do_part=do_part,
 )
+
+
+def main(n_parts: str) -> None:
+    """Run the stage on workers of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lakemap-bench-") as folder,
+        open_runner(ClusterConfig(workers=WORKERS), lambda _: None) as runner,
+    ):
+        job = Job(InputConfig("none"), folder, sample=SampleConfig(int(n_parts)))
+        forget_peak_memory()
+        started = time.perf_counter()
+        run_stage(TINY, {}, Folder(folder), job, runner, Silent())
+        seconds = time.perf_counter() - started
+        print(json.dumps({"seconds": seconds, "driver_bytes": peak_memory()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -41,8 +41,21 @@ def column_rows(columns: list[pa.Array]) -> tuple[Matrix, Faults]:
     return vectors, _null_faults(np.stack(nulls, axis=1))
 
 
+def _bytes_as_lists(column: pa.Array) -> pa.Array:
+    """A column of bytes of a fixed number as lists of uint8, without a copy."""
+    validity, data = column.buffers()
+    width, end = column.type.byte_width, column.offset + len(column)
+    values = pa.Array.from_buffers(pa.uint8(), end * width, [None, data])
+    kind = pa.list_(pa.uint8(), width)
+    return pa.Array.from_buffers(
+        kind, len(column), [validity], column.null_count, column.offset, [values]
+    )
+
+
 def list_rows(column: pa.Array, width: int) -> tuple[Matrix, Faults]:
-    """A list column as a matrix (n_rows, width), and the rows that do not fit in it."""
+    """A column of lists, or bytes, as a matrix (n_rows, width), and the rows that do not fit."""
+    if types.is_fixed_size_binary(column.type):
+        column = _bytes_as_lists(column)
     starts, widths = _list_layout(column)
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     fits = valid & (widths == width)

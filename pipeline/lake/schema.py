@@ -48,7 +48,17 @@ def column_types(root: Root, source: Source, path: str, schema: pa.Schema) -> Ty
                 f"{root.name(path)}: several columns are named {name!r}; give each its own name"
             )
     found: Types = dict.fromkeys(hive_values(path), pa.string())
-    return found | {field.name: plain_type(field.type) for field in schema}
+    found |= {field.name: plain_type(field.type) for field in schema}
+    if isinstance(source.vector, str):
+        found |= {source.vector: _vector_type(found.get(source.vector))}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _vector_type(kind: pa.DataType | None) -> pa.DataType | None:
+    """Bytes of a fixed number are a list of numbers from 0 to 255."""
+    if kind is not None and types.is_fixed_size_binary(kind):
+        return pa.list_(pa.uint8(), kind.byte_width)
+    return kind
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

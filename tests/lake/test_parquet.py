@@ -156,6 +156,22 @@ def test_dictionaries_extensions_and_string_views_are_read_as_their_values(tmp_p
     assert part.labels == pa.array(["a", None, "a", "b"])
 
 
+def test_bytes_are_vectors_of_uint8(tmp_path: Path) -> None:
+    rows = vectors(1000, 8, "uint8")
+    column: list[bytes | None] = [row.tobytes() for row in rows]
+    column[7] = column[999] = None
+    write(tmp_path / "a.parquet", v=pa.array(column, pa.binary(8)))
+    write(tmp_path / "b.parquet", v=fixed(rows))  # the same, as lists
+    found, parts = read_all(Source(str(tmp_path), "v", partition_bytes=3000))
+    assert (found.dtype, found.width, found.n_rows) == ("uint8", 8, 2000)
+    np.testing.assert_array_equal(
+        joined(parts), np.concatenate([np.delete(rows, [7, 999], 0), rows])
+    )
+    bad = pa.concat_tables([part.bad for part in parts])
+    assert bad["row"].to_pylist() == [7, 999]
+    assert set(bad["reason"].to_pylist()) == {"null vector"}
+
+
 def test_names_with_dots_are_exact(tmp_path: Path) -> None:
     rows, other = vectors(20), vectors(20)
     table = pa.table(
