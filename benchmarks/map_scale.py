@@ -236,8 +236,9 @@ def report(document: dict[str, Any]) -> str:
         size = measure.mebibytes(int(found["driver_bytes"]))
         lines += ["", "## Refresh", ""]
         lines.append(
-            f"`lakemap refresh` on a lake of {found['files']:,} files: {found['seconds']:.1f} s if "
-            f"nothing has changed, {found['seconds_new']:.1f} s with ten new files, peak {size} MiB."
+            f"`lakemap refresh` on a lake of {found['files']:,} files: {found['seconds']:.1f} s "
+            f"if nothing has changed, {found['seconds_new']:.1f} s with ten new files, "
+            f"peak {size} MiB."
         )
     if "s3" in document:
         found = document["s3"]

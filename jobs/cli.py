@@ -152,6 +152,8 @@ def _show_published(published: Any, as_json: bool) -> None:
         return
     if not published.changed:
         typer.echo("nothing to do: the published map is up to date")
+    elif "files_kept" in metrics:
+        typer.echo(_changes(metrics))
     typer.echo(_headline(metrics))
     typer.echo(f"picture: {folder}/map.png")
     typer.echo(f"report:  {folder}/report.html")
@@ -309,6 +311,14 @@ def _headline(metrics: Mapping[str, Any]) -> str:
     return f"{metrics['rows_mapped']:,} rows mapped, " + ", ".join(
         [f"{metrics['rows_quarantined']:,} quarantined", *figures]
     )
+
+
+def _changes(metrics: Mapping[str, Any]) -> str:
+    """What a refresh found in the lake, as one line."""
+    kinds = ("new", "changed", "removed", "kept")
+    counts = {kind: (metrics[f"files_{kind}"], metrics[f"rows_{kind}"]) for kind in kinds}
+    found = [f"{files:,} {kind} ({rows:,} rows)" for kind, (files, rows) in counts.items() if files]
+    return f"files: {', '.join(found)}; bad rows among the new: {metrics['rows_bad']:,}"
 
 
 def _print_json(document: Any) -> None:

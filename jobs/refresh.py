@@ -72,7 +72,7 @@ class Work:
 def find_base(job: Job) -> Base | None:
     """The published run, which must be this job's; None if nothing is published."""
     root = Folder(job.output)
-    after = history.head(root)
+    after = history.seen(root)
     if after is None:
         return None
     run = root.join(f"runs/{after.run}")

@@ -60,14 +60,18 @@ def current_run(root: Folder) -> str | None:
     return None if entry is None else entry.run
 
 
-def start(root: Folder) -> Entry | None:
-    """The publication that a new one is to follow, seen before work begins.
-
-    One that lies in the future is refused. CURRENT is put right if a crash kept it from moving.
-    """
+def seen(root: Folder) -> Entry | None:
+    """The publication that a new one is to follow; one that lies in the future is refused."""
     entry = head(root)
     if entry is not None and entry.number:
         check_past(entry.at, _where(root, entry.number))
+    return entry
+
+
+def start(root: Folder) -> Entry | None:
+    """As `seen`, as work begins: CURRENT is put right if a crash kept it from moving."""
+    entry = seen(root)
+    if entry is not None and entry.number:
         point_at(root, entry.run)
     return entry
 

@@ -80,6 +80,8 @@ def test_a_clock_that_went_backwards(folder: Folder, monkeypatch: pytest.MonkeyP
     )
     with pytest.raises(StoreError, match=message):
         history.start(folder)
+    with pytest.raises(StoreError, match=message):
+        history.seen(folder)
     assert history.current_run(folder) == "late"  # looking is allowed
 
 
