@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import clock, history
+from pipeline import history
 from pipeline.errors import BusyError, InputError, StoreError
 from pipeline.history import Entry
 from pipeline.stores import Folder
@@ -72,9 +72,9 @@ def test_an_output_of_an_older_version_is_adopted(folder: Folder) -> None:
 
 def test_a_clock_that_went_backwards(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
-    monkeypatch.setattr(clock.time, "time", lambda: now + 7200)
+    monkeypatch.setattr(time, "time", lambda: now + 7200)
     history.publish(folder, None, "late", "run", 1)
-    monkeypatch.setattr(clock.time, "time", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     message = (
         r"history/000001.json: written at 2\S+Z, but the clock of this machine says 2\S+Z; set"
     )

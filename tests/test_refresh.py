@@ -316,7 +316,7 @@ def test_a_zarr_array_that_grows_changes_and_shrinks(version: Any, tmp_path: Pat
     lake = write_zarr(tmp_path / "lake", Blobs(blobs.vectors[:950], blobs.labels[:950]), version)
     job = make_job(lake.path, tmp_path / "maps", **QUICK | {"input": {"label": "blob"}})
     run_job(job)
-    group = zarr.open_group(lake.path, mode="r+", zarr_format=version)
+    group: Any = zarr.open_group(lake.path, mode="r+", zarr_format=version)
 
     def check(n_rows: int, vectors: Any) -> flow.Published:
         published = refresh_job(job)
