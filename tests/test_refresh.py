@@ -6,6 +6,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pipeline.lake import InputFile, take_snapshot
 from pipeline.partitions import Piece
 from pipeline.picture import rasterize
 from pipeline.published import encode_snapshot, load_snapshot, read_density
+from pipeline.runner import Runner
 from pipeline.stages.evaluate import PIXELS, category_codes
 from pipeline.stages.ingest import lake_source
 from pipeline.stores import Folder
@@ -38,6 +40,7 @@ from tests.data import (
     make_job,
     one_try,
     run_job,
+    run_process,
     small_blocks,
     tree,
     write_job,
@@ -235,6 +238,33 @@ def test_night_after_night_without_stores(job: Job, lake: Path) -> None:
     assert published.metrics["rows_removed"] == 60
     numbers = [part.number for part in load_snapshot(published.run).parts]
     assert len(set(numbers)) == len(numbers)
+
+
+def test_workers_make_the_same_map(job: Job, lake: Path, dask_runner: Runner) -> None:
+    change_lake(lake)
+    published = refresh.run(job, dask_runner, Recorder())
+    check_run(published, lake)
+    (lake / "f5.parquet").unlink()
+    (lake / "f3.parquet").unlink()
+    check_run(refresh.run(job, dask_runner, Recorder()), lake)
+
+
+@pytest.mark.slow
+def test_of_two_refreshes_started_at_once_one_does_the_work(lake: Path, tmp_path: Path) -> None:
+    path = write_job(tmp_path / "job.yaml", lake, tmp_path / "maps", **QUICK)
+    assert run_process("run", path).code == 0
+    change_lake(lake)
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda _: run_process("refresh", path), range(2)))
+    assert sorted(ran.code for ran in ended) in ([0, 5], [0, 0]), ended
+    for ran in ended:
+        if ran.code == 5:
+            assert "lakemap refresh is at work here" in ran.err
+    root = Folder(str(tmp_path / "maps"))
+    assert [entry.action for entry in history.entries(root)] == ["run", "refresh"]
+    run = tmp_path / "maps/runs" / str(history.current_run(root))
+    assert read_places(run) == expect_map(run, lake)
+    assert root.list("leases") == {}
 
 
 def test_only_removed_files(job: Job, lake: Path) -> None:
