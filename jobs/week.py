@@ -46,7 +46,7 @@ input:
   partition_bytes: 256KiB   # small, so that a small lake has many partitions
 output: maps
 sample: {{rows: 10000}}
-train: {{steps: 1500}}
+train: {{steps: 1000}}
 """
 
 
