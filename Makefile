@@ -7,7 +7,7 @@ PEERS ?= $(BIN)/python
 SEEDS ?= 5
 TABLES ?= quality earlier study
 
-.PHONY: help install demo test lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
+.PHONY: help install demo week test lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
@@ -23,6 +23,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: install   ## make a lake of digits and map it, from nothing to picture and report
 	$(BIN)/lakemap demo
+
+week: install   ## a week of nightly refreshes of a growing lake, each night checked; one picture per night
+	$(BIN)/python -m jobs.week
 
 lint: install   ## ruff and mypy
 	$(BIN)/ruff check .
@@ -69,4 +72,4 @@ clipping: install  ## every objective with neither, one or both of the clips
 	$(BIN)/python -m benchmarks.clipping --data $(DATA)
 
 clean:          ## remove the environment, caches and the demo
-	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) demo week build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

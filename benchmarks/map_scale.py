@@ -3,6 +3,7 @@
 rows        embed of 1M, 10M (and with --largest more) rows: cost per row, memory of workers, driver
 partitions  100,000 tiny partitions through runner, ledger and finaliser
 idle        a run with nothing to do on a lake of 10,000 files
+refresh     a refresh of such a lake with nothing to do, and with ten new files
 s3          embed from and to an S3 server on loopback, against the same on disk
 """
 
@@ -25,7 +26,7 @@ from benchmarks import measure
 from pipeline.stores import Folder
 from tests.s3 import BUCKET, OWNER, run_server
 
-PARTS = ("rows", "partitions", "idle", "s3")
+PARTS = ("rows", "partitions", "idle", "refresh", "s3")
 PACKAGES = ("lakemap", "torch", "dask", "pyarrow", "obstore")
 WORKERS = 2
 WIDTH = 32
@@ -140,6 +141,25 @@ def measure_idle(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def measure_refresh(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Refreshes of a lake of many files: nothing has changed; then ten files have come."""
+    n_files = 100 if options.quick else 10_000
+    write_lake(folder / "lake", 20 * n_files, 20)
+    job = write_job(folder / "job.yaml", "lake", "maps")
+    run_lakemap("run", job)
+    idle, busy = [], []
+    for number in range(options.rounds):
+        idle.append(run_lakemap("refresh", job))
+        write_lake(folder / f"lake/night-{number}", 200, 20)
+        busy.append(run_lakemap("refresh", job))
+    return {
+        "files": n_files,
+        "seconds": statistics.median(measured.seconds for measured in idle),
+        "seconds_new": statistics.median(measured.seconds for measured in busy),
+        "driver_bytes": max(measured.own_bytes for measured in (*idle, *busy)),
+    }
+
+
 def measure_s3(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Rows per second of embed from and to disk, and from and to a bucket."""
     n_rows = 20_000 if options.quick else 1_000_000
@@ -210,6 +230,15 @@ def report(document: dict[str, Any]) -> str:
         lines.append(
             f"`lakemap run` on an unchanged lake of {found['files']:,} files: "
             f"{found['seconds']:.1f} s, peak {size} MiB."
+        )
+    if "refresh" in document:
+        found = document["refresh"]
+        size = measure.mebibytes(int(found["driver_bytes"]))
+        lines += ["", "## Refresh", ""]
+        lines.append(
+            f"`lakemap refresh` on a lake of {found['files']:,} files: {found['seconds']:.1f} s "
+            f"if nothing has changed, {found['seconds_new']:.1f} s with ten new files, "
+            f"peak {size} MiB."
         )
     if "s3" in document:
         found = document["s3"]

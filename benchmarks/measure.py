@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 from jobs.flow import STAGES
+from pipeline.history import current_run
+from pipeline.stores import Folder
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLE_SECONDS = 0.1
@@ -164,8 +166,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_run(output: Path) -> FinishedRun:
-    """The run that CURRENT names, with the cost of every step."""
-    folder = output / "runs" / read_json(output / "CURRENT")["run"]
+    """The published run, with the cost of every step."""
+    folder = output / "runs" / str(current_run(Folder(str(output))))
     manifest = read_json(folder / "manifest.json")
     stages = {
         stage.name: stage_time(output / "stores" / stage.name / manifest["stores"][stage.name])

@@ -32,8 +32,6 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
-STOPPED = 130
-
 
 @app.callback()
 def _options(
@@ -93,8 +91,54 @@ def plan(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) 
 @app.command()
 def run(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Make the map, or go on where an earlier run stopped."""
-    published = _run(job_file, overrides, None)
-    assert published is not None
+    from jobs.work import run_job
+    from pipeline.config import load_job
+
+    _show_published(run_job(load_job(job_file, overrides or ())), as_json)
+
+
+@app.command()
+def refresh(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Bring the published map to today's lake; rows that stay do not move."""
+    from jobs.work import refresh_job
+    from pipeline.config import load_job
+
+    _show_published(refresh_job(load_job(job_file, overrides or ())), as_json)
+
+
+@app.command()
+def rollback(
+    job_file: JobFile,
+    run_id: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="By default the one before the current.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Publish an earlier run again."""
+    from jobs.work import roll_back
+    from pipeline.config import load_job
+
+    entry = roll_back(load_job(job_file, overrides or ()), run_id)
+    typer.echo(f"published: {entry.run} ({entry.rows:,} rows) in place of {entry.previous}")
+
+
+@app.command()
+def history(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """List what was published, when and by what; the last is the published map."""
+    from jobs.tables import show_history
+    from pipeline.config import load_job
+    from pipeline.history import entries
+    from pipeline.stores import Folder
+
+    log = entries(Folder(load_job(job_file, overrides or ()).output))
+    if as_json:
+        _print_json([asdict(entry) for entry in log])
+    else:
+        show_history(log)
+
+
+def _show_published(published: Any, as_json: bool) -> None:
+    """Say what is published now, and whether anything was done."""
     folder, metrics = published.run.url, published.metrics
     if as_json:
         _print_json(
@@ -108,6 +152,8 @@ def run(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -
         return
     if not published.changed:
         typer.echo("nothing to do: the published map is up to date")
+    elif "files_kept" in metrics:
+        typer.echo(_changes(metrics))
     typer.echo(_headline(metrics))
     typer.echo(f"picture: {folder}/map.png")
     typer.echo(f"report:  {folder}/report.html")
@@ -120,7 +166,10 @@ def stage(
     overrides: Overrides = None,
 ) -> None:
     """Run one stage alone, for schedulers that want a task per stage."""
-    published = _run(job_file, overrides, name)
+    from jobs.work import run_job
+    from pipeline.config import load_job
+
+    published = run_job(load_job(job_file, overrides or ()), name)
     if published is not None:
         typer.echo(f"published: {published.run.url}")
 
@@ -129,13 +178,15 @@ def stage(
 def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Say how far a job is."""
     from jobs import flow
-    from jobs.tables import current_run, show_status
+    from jobs.tables import show_status
     from pipeline.config import load_job
+    from pipeline.history import current_run
+    from pipeline.stores import Folder
 
     job = load_job(job_file, overrides or ())
     flow.check_place(job)
     stages = flow.status(job)
-    current = current_run(job.output)
+    current = current_run(Folder(job.output))
     if as_json:
         _print_json({"current": current, "stages": [asdict(stage) for stage in stages]})
     else:
@@ -187,21 +238,26 @@ def gc(
     min_age_hours: Annotated[
         float, typer.Option(min=0, help="Younger files stay: a run may be writing them.")
     ] = 24.0,
+    keep_runs: Annotated[int, typer.Option(min=1, help="Last published runs that stay.")] = 7,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Remove what dead attempts and earlier settings left; never what a run or the job needs."""
+    """Remove old runs and what dead attempts and earlier settings left; never what is needed."""
     import time
+    from contextlib import nullcontext
 
     from jobs import flow
     from jobs.tables import human_bytes
     from pipeline.config import load_job
+    from pipeline.lease import hold
     from pipeline.stores import Folder
     from pipeline.upkeep import collect
 
     job = load_job(job_file, overrides or ())
-    oldest = time.time() - 3600 * min_age_hours
-    found = collect(Folder(job.output), flow.used_stores(job), oldest, delete=not dry_run)
+    root, oldest = Folder(job.output), time.time() - 3600 * min_age_hours
+    with nullcontext() if dry_run else hold(root, "gc"):
+        used = flow.used_stores(job)
+        found = collect(root, used, oldest, delete=not dry_run, keep_runs=keep_runs)
     if as_json:
         _print_json({**asdict(found), "dry_run": dry_run})
         return
@@ -239,55 +295,14 @@ def export_onnx(
 
 def _published(job: Any, job_file: Path) -> Any:
     """The folder of the published run."""
-    from jobs.tables import current_run
     from pipeline.errors import InputError
+    from pipeline.history import current_run
     from pipeline.stores import Folder
 
-    current = current_run(job.output)
+    current = current_run(Folder(job.output))
     if current is None:
         raise InputError(f"{job.output}: no published map; lakemap run {job_file} makes one")
     return Folder(job.output).join(f"runs/{current}")
-
-
-def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
-    """Check the job against the workers, then run it, or one stage of it."""
-    from rich.console import Console
-
-    from jobs import flow
-    from jobs.cluster import open_runner
-    from jobs.progress import make_observer
-    from pipeline.config import load_job
-    from pipeline.errors import ConfigError
-    from pipeline.runner import SerialRunner
-
-    job = load_job(job_file, overrides or ())
-    if only is not None and only not in flow.GROUPS:
-        raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
-    console = Console(stderr=True)
-    flow.check_place(job)
-    if only is None and flow.is_finished(job):  # no workers to start, only a look at the stores
-        with make_observer(console) as observer:
-            return flow.run(job, SerialRunner(task_bytes=0), observer)
-    flow.check_installation()
-    needs = flow.preflight(job)
-    flow.check_output(job)
-    with open_runner(job.cluster, lambda link: _announce(console, link)) as runner:
-        shortage = flow.find_shortage(job, needs, runner.task_bytes, runner.train_bytes)
-        if shortage:
-            raise ConfigError(shortage)
-        for warning in needs.warnings:
-            logging.getLogger("lakemap").warning("%s", warning)
-        try:
-            with make_observer(console) as observer:
-                return flow.run(job, runner, observer, only)
-        except KeyboardInterrupt:
-            line = "stopped; finished partitions are kept, the same command goes on from here"
-            console.print(line, highlight=False, soft_wrap=True)
-            raise typer.Exit(STOPPED) from None
-
-
-def _announce(console: Any, link: str) -> None:
-    console.print(f"dashboard: {link}", highlight=False, soft_wrap=True)
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:
@@ -296,6 +311,14 @@ def _headline(metrics: Mapping[str, Any]) -> str:
     return f"{metrics['rows_mapped']:,} rows mapped, " + ", ".join(
         [f"{metrics['rows_quarantined']:,} quarantined", *figures]
     )
+
+
+def _changes(metrics: Mapping[str, Any]) -> str:
+    """What a refresh found in the lake, as one line."""
+    kinds = ("new", "changed", "removed", "kept")
+    counts = {kind: (metrics[f"files_{kind}"], metrics[f"rows_{kind}"]) for kind in kinds}
+    found = [f"{files:,} {kind} ({rows:,} rows)" for kind, (files, rows) in counts.items() if files]
+    return f"files: {', '.join(found)}; bad rows among the new: {metrics['rows_bad']:,}"
 
 
 def _print_json(document: Any) -> None:

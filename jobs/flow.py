@@ -3,20 +3,21 @@
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
 
+from jobs.checks import check_after, check_enough
+from pipeline import history
 from pipeline.config import Job
-from pipeline.errors import ConfigError, DamagedError, InputError, StageError, StoreError
+from pipeline.errors import ConfigError, DamagedError, StoreError
 from pipeline.lake import take_snapshot
 from pipeline.manifest import (
-    Manifest,
     Store,
     find_store,
     forget_part,
@@ -43,6 +44,8 @@ from pipeline.stages import (
 from pipeline.stores import Folder
 
 log = logging.getLogger("lakemap")
+
+T = TypeVar("T")
 
 # The ten stages people know, and the steps each is made of: a barrier inside one is two steps.
 GROUPS: dict[str, tuple[Stage[Any], ...]] = {
@@ -103,8 +106,8 @@ class Preflight:
 
     @property
     def train_bytes(self) -> int:
-        """Memory of the training task."""
-        return self.estimates["train"].task_bytes
+        """Memory of the training task; a refresh has none."""
+        return self.estimates["train"].task_bytes if "train" in self.estimates else 0
 
     @property
     def store_bytes(self) -> int:
@@ -125,7 +128,7 @@ def preflight(job: Job) -> Preflight:
         item_bytes=np.dtype(plan.dtype).itemsize,
         n_train=min(job.sample.rows, plan.n_rows),
     )
-    _check_enough(job, shape.n_train, "rows")
+    check_enough(job, shape.n_train, "rows")
     estimates = {stage.name: stage.estimate(job, shape) for stage in STAGES}
     return Preflight(shape, plan.n_files, snapshot.n_bytes, plan.warnings, estimates)
 
@@ -207,14 +210,19 @@ def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -
     None when the stage is not the last one. Where a finished step turns out to be damaged, the
     task that wrote the damaged object is done again, and no other.
     """
+    ours = {stage.name for stage in (GROUPS[only] if only else STAGES)}
+    return repairing(lambda: _run_once(job, runner, observer, only), ours)
+
+
+def repairing(attempt: Callable[[], T], ours: Container[str]) -> T:
+    """What the attempt returns, made again after each damaged partition of `ours`, our steps."""
     repaired: set[str] = set()
     while True:
         try:
-            return _run_once(job, runner, observer, only)
+            return attempt()
         except DamagedError as error:
             url = error.partition_url
             step = url.split("/stores/")[-1].split("/")[0]
-            ours = {stage.name for stage in (GROUPS[only] if only else STAGES)}
             if url in repaired or step not in ours:
                 raise
             repaired.add(url)
@@ -224,6 +232,7 @@ def run(job: Job, runner: Runner, observer: Observer, only: str | None = None) -
 
 def _run_once(job: Job, runner: Runner, observer: Observer, only: str | None) -> Published | None:
     root = Folder(job.output)
+    after = history.start(root)
     stores: dict[str, Store] = {}
     worked = False
     refs = {"lake": _snapshot_ref(job)}
@@ -237,10 +246,10 @@ def _run_once(job: Job, runner: Runner, observer: Observer, only: str | None) ->
                 ref = run_stage(stage, inputs, root, job, runner, observer)
             refs[stage.name] = ref
             stores[stage.name] = open_store(ref.folder, ref.digest)
-            _check_after(stage.name, stores[stage.name].manifest, job)
+            check_after(stage.name, stores[stage.name].manifest, job)
         if group == only and group != "publish":
             return None
-    run_folder, changed = publish.release(root, stores)
+    run_folder, changed = publish.release(root, stores, after)
     record = stores["publish"].records[0]
     metrics = json.loads(stores["publish"].file(record, "metrics.json"))
     return Published(run_folder, metrics, changed or worked)
@@ -308,6 +317,12 @@ def is_finished(job: Job) -> bool:
     return all(stage.state == "done" for stage in status(job))
 
 
+def is_published(job: Job) -> bool:
+    """Whether the published run is that of the job and the lake as they are."""
+    current = history.current_run(Folder(job.output))
+    return current is not None and f"stores/publish/{current}" in used_stores(job)
+
+
 def _partial(name: str, folder: Folder) -> StageStatus:
     plan = load_plan(folder)
     if plan is None:
@@ -315,57 +330,3 @@ def _partial(name: str, folder: Folder) -> StageStatus:
     commits = load_commits(folder)
     n_rows = sum(commit.record.n_rows for commit in commits.values())
     return StageStatus(name, "partial", len(commits), len(plan.partitions), n_rows)
-
-
-def _check_after(name: str, manifest: Manifest, job: Job) -> None:
-    """Refuse to go on where a finished stage shows that the job cannot end well."""
-    if name == "ingest":
-        _check_rows(manifest, job)
-    if name == "sample":
-        _check_enough(job, manifest.n_rows, "rows to train on")
-        _check_measuring(job, manifest)
-    probabilities = name == "symmetrize" and job.affinity_kind == "gaussian"
-    if probabilities and abs(manifest.metrics["mass"] - 1) > 1e-5:
-        raise StageError(f"symmetrize: P sums to {manifest.metrics['mass']}, must be 1")
-    if name in ("recall", "evaluate"):
-        publish.check_gates(job.gates, manifest.metrics)
-
-
-def _check_rows(manifest: Manifest, job: Job) -> None:
-    metrics, n_rows = manifest.metrics, manifest.facts["n_rows"]
-    n_bad = metrics["n_bad"] - metrics["n_changed"]  # those are left for the next run, not bad
-    share = n_bad / n_rows
-    if share > job.input.max_bad_fraction:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in metrics["reasons"].items())
-        raise InputError(
-            f"{job.input.path}: {n_bad} of {n_rows} rows are bad ({share:.2%}), at most "
-            f"{job.input.max_bad_fraction:.2%} may be ({reasons}); "
-            f"correct them or raise input.max_bad_fraction"
-        )
-    if metrics["identical"]:
-        raise InputError(
-            f"{job.input.path}: all {metrics['n_good']} rows are identical; "
-            f"a map needs rows that differ"
-        )
-
-
-def _check_enough(job: Job, n_rows: int, what: str) -> None:
-    needed = job.neighbors.k + 1
-    if n_rows < needed:
-        raise InputError(
-            f"{job.input.path}: {n_rows} {what}, neighbors.k {job.neighbors.k} needs {needed}; "
-            f"lower neighbors.k and affinity.perplexity or add rows"
-        )
-
-
-def _check_measuring(job: Job, sample: Manifest) -> None:
-    """Refuse, before the encoder is trained, when too few rows are there to measure the map."""
-    n_rows = sum(record.metrics["n_evaluate"] for record in sample.records)
-    config = job.evaluate
-    needed = max(2 * config.trustworthiness_k, config.k) + 1
-    if n_rows < needed:
-        raise InputError(
-            f"{job.input.path}: {n_rows} {sample.facts['evaluated_on']} to measure the map on, "
-            f"evaluate.trustworthiness_k {config.trustworthiness_k} and evaluate.k {config.k} "
-            f"need {needed}; lower them, hold out more rows or lower sample.rows"
-        )

@@ -1,6 +1,5 @@
 """What plan and status show, as documents and as tables."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.table import Table
 from jobs.cluster import Offer
 from jobs.flow import Preflight, StageStatus, free_bytes
 from pipeline.config import Job
-from pipeline.stores import Folder
+from pipeline.history import Entry
 
 
 def plan_document(job: Job, needs: Preflight, offer: Offer, shortage: str | None) -> dict[str, Any]:
@@ -78,10 +77,14 @@ def show_status(stages: Sequence[StageStatus], current: str | None) -> None:
     console.print(f"published: {current or 'nothing yet'}", highlight=False)
 
 
-def current_run(output: str) -> str | None:
-    """Name of the published run, or None."""
-    data = Folder(output).find("CURRENT")
-    return None if data is None else str(json.loads(data)["run"])
+def show_history(log: Sequence[Entry]) -> None:
+    """Print every publication, the newest last."""
+    table = Table("", "published", "by", "run", "rows", "in place of")
+    for entry in log:
+        at = entry.at.replace("T", " ").replace("Z", " UTC")
+        rows, previous = f"{entry.rows:,}", entry.previous or ""
+        table.add_row(str(entry.number), at, entry.action, entry.run, rows, previous)
+    Console().print(table)
 
 
 def human_bytes(n_bytes: int) -> str:

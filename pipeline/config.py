@@ -158,13 +158,17 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
 class GatesConfig:
-    """Measured qualities below which nothing is published; None is no gate."""
+    """Measured qualities below which nothing is published; None is no gate.
+
+    rows_lost: a refresh may leave the map with this share fewer rows than were published, no more.
+    """
 
     recall: Share | None = 0.90
     trustworthiness: Share | None = 0.85
     continuity: Share | None = None
     neighbor_recall: Share | None = None
     accuracy: Share | None = None
+    rows_lost: Share | None = 0.5
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)

@@ -57,5 +57,11 @@ class ClusterError(LakemapError):
     exit_code = 4
 
 
+class BusyError(LakemapError):
+    """Another run is at work on the same output, or published before this one could."""
+
+    exit_code = 5
+
+
 class StageError(LakemapError):
     """A stage failed for a reason that is not the user's."""

@@ -44,6 +44,7 @@ class Gate:
     needed: float
     found: float | None
     passed: bool
+    at_most: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Report:
     files: tuple[tuple[str, str], ...]
     job: str
     versions: tuple[tuple[str, str], ...]
+    changes: tuple[tuple[str, int, int], ...] = ()  # of a refresh: what, files, rows
+    trained_in: str = ""  # the run that measured the metrics, if it was not this one
 
 
 def render_report(report: Report) -> str:

@@ -1,22 +1,24 @@
 """What an output folder holds: whether it is sound, and what of it nobody needs any more."""
 
 import io
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import StoreError
+from pipeline import history
+from pipeline.errors import LakemapError
 from pipeline.manifest import find_store, load_commits
+from pipeline.runs import load_manifest, read_runs
 from pipeline.stores import Entry, Folder
 
 THREADS = 16
+KEPT_RUNS = 7  # of the history, a week of nights
 ROWS_KEPT_IN = "map.parquet"  # the table that has a row for every row of its partition
 
 
@@ -41,9 +43,12 @@ class Verified:
 
 
 def verify(root: Folder) -> Verified:
-    """Every object that a commit or a run's manifest names, read and compared with it."""
+    """Every object that a commit or a run's manifest names, read and compared with it.
+
+    And the history: its records can be read, and the published run is there.
+    """
     n_files = n_bytes = n_rows = 0
-    damaged: list[str] = []
+    damaged = _check_history(root)
     checks = _checks(root)
     with ThreadPoolExecutor(THREADS) as pool:
         while batch := list(islice(checks, 64 * THREADS)):
@@ -53,6 +58,17 @@ def verify(root: Folder) -> Verified:
                 if found is not None:
                     damaged.append(f"{check.folder.url}/{check.key}: {found}")
     return Verified(n_files, n_bytes, n_rows, tuple(damaged))
+
+
+def _check_history(root: Folder) -> list[str]:
+    try:
+        history.entries(root)
+        current = history.current_run(root)
+    except LakemapError as error:
+        return [str(error)]
+    if current is None or load_manifest(root.join(f"runs/{current}")) is not None:
+        return []
+    return [f"{root.url}/runs/{current}/manifest.json: missing, and it is the published run"]
 
 
 def _checks(root: Folder) -> Iterator[Check]:
@@ -95,19 +111,6 @@ def _store_names(root: Folder) -> Iterator[tuple[str, str]]:
             yield stage, name
 
 
-def read_runs(root: Folder) -> dict[str, dict[str, Any]]:
-    """The manifests of all finished runs, by name."""
-    found = {}
-    for name in root.folders("runs"):
-        data = root.find(f"runs/{name}/manifest.json")
-        if data is not None:
-            try:
-                found[name] = json.loads(data)
-            except ValueError as error:
-                raise StoreError(f"{root.url}/runs/{name}/manifest.json: not JSON") from error
-    return found
-
-
 @dataclass(frozen=True)
 class Garbage:
     """Objects that nothing needs: how many, their bytes, and where they lie."""
@@ -117,16 +120,24 @@ class Garbage:
     places: tuple[str, ...]
 
 
-def collect(root: Folder, used: Iterable[str], older_than: float, *, delete: bool) -> Garbage:
+def collect(
+    root: Folder,
+    used: Iterable[str],
+    older_than: float,
+    *,
+    delete: bool,
+    keep_runs: int = KEPT_RUNS,
+) -> Garbage:
     """What no manifest and no commit names, of objects last changed before `older_than`.
 
-    That is: what dead attempts wrote beside the attempt that was committed; stores that neither a
-    run nor `used`, the stores of the job as it is, has anything to do with; runs that were never
-    finished. Young objects stay: they may be those of a run that is under way.
+    That is: what dead attempts wrote beside the attempt that was committed; runs that were never
+    finished, and those that are not among the last `keep_runs` of the history; stores that neither
+    a run that stays nor `used`, the stores of the job as it is, has anything to do with. Young
+    objects stay: they may be those of a run that is under way.
     """
     n_files = n_bytes = 0
     places: dict[str, None] = {}
-    for entry in _find_garbage(root, set(used)):
+    for entry in _find_garbage(root, set(used), keep_runs):
         if entry.changed >= older_than:
             continue
         n_files, n_bytes = n_files + 1, n_bytes + entry.n_bytes
@@ -136,8 +147,10 @@ def collect(root: Folder, used: Iterable[str], older_than: float, *, delete: boo
     return Garbage(n_files, n_bytes, tuple(places))
 
 
-def _find_garbage(root: Folder, used: set[str]) -> Iterator[Entry]:
-    runs = read_runs(root)
+def _find_garbage(root: Folder, used: set[str], keep_runs: int) -> Iterator[Entry]:
+    runs, recent = read_runs(root), history.recent_runs(root, keep_runs)
+    if recent is not None:  # else an older version published here: all its runs stay
+        runs = {name: manifest for name, manifest in runs.items() if name in recent}
     named = used | {
         f"stores/{stage}/{name}"
         for manifest in runs.values()
@@ -153,7 +166,19 @@ def _find_garbage(root: Folder, used: set[str]) -> Iterator[Entry]:
                 yield entry
     for name in root.folders("runs"):
         if name not in runs:
-            yield from root.entries(f"runs/{name}")
+            yield from _run_entries(root, name)
+
+
+def _run_entries(root: Folder, name: str) -> Iterator[Entry]:
+    """Files of a run that may go, as old as its manifest, which goes first: then it is no run."""
+    entries = {entry.key: entry for entry in root.entries(f"runs/{name}")}
+    last = entries.pop(f"runs/{name}/manifest.json", None)
+    if last is None:
+        yield from entries.values()
+        return
+    yield last
+    for entry in entries.values():  # most are links to files that are older than the run
+        yield entry._replace(changed=last.changed)
 
 
 def _named_data(folder: Folder) -> set[str]:

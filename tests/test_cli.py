@@ -26,7 +26,8 @@ from tests.data import (
     write_parquet,
 )
 
-COMMANDS = ("demo", "init", "plan", "run", "stage", "status", "report")
+COMMANDS = ("demo", "init", "plan", "run", "refresh", "rollback", "history", "stage", "status")
+COMMANDS += ("report", "verify", "gc")
 Capture = pytest.CaptureFixture[str]
 
 

@@ -2,6 +2,7 @@
 
 import http.client
 import http.server
+import json
 import os
 import signal
 import subprocess
@@ -13,11 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pytest
 
+from pipeline import history
 from pipeline.errors import StoreError
 from pipeline.remote import connect, s3_settings
-from pipeline.stores import Folder
+from pipeline.stores import Folder, decode_table
 from tests.data import ENVIRONMENT, LABELLED, Ran, call_cli, make_blobs, write_job, write_parquet
 from tests.s3 import BUCKET, READER, STRANGER, S3Server
 
@@ -62,6 +65,34 @@ def test_the_map_of_a_bucket_is_that_of_the_disk(
     assert call_cli(capsys, "run", disk).code == 0
     assert maps_of(bucket.join("maps")) == maps_of(Folder(str(tmp_path / "maps")))
     assert not [key for key in bucket.join("maps").list() if ".probe" in key]
+
+
+def test_a_refresh_in_the_bucket(
+    lake: Folder, bucket: Folder, tmp_path: Path, capsys: Capture
+) -> None:
+    output = bucket.join("maps")
+    job = write_job(tmp_path / "job.yaml", lake.url, output.url, input=LABELLED, train={"steps": 4})
+    flags = ("--set", "gates.trustworthiness=null", "--json")
+    first = call_cli(capsys, "refresh", job, *flags)
+    assert first.code == 0, first.err
+    before = set(output.entries())
+    assert json.loads(call_cli(capsys, "refresh", job, *flags).out)["changed"] is False
+    assert set(output.entries()) == before
+
+    lake.put("part-9.parquet", lake.get("part-0.parquet"))
+    lake.delete("part-4.parquet")
+    ran = call_cli(capsys, "refresh", job, *flags)
+    assert ran.code == 0, ran.err
+    metrics = json.loads(ran.out)["metrics"]
+    assert (metrics["files_new"], metrics["files_removed"], metrics["files_kept"]) == (1, 1, 4)
+    assert (metrics["rows_new"], metrics["rows_removed"]) == (240, 240)
+    run = Folder(json.loads(ran.out)["folder"])
+    table = pa.concat_tables([decode_table(run.get(key)) for key in run.list("map")])
+    assert table.num_rows == metrics["rows_mapped"]
+    assert call_cli(capsys, "rollback", job).code == 0
+    assert history.current_run(output) == json.loads(first.out)["run"]
+    assert output.list("leases") == {}
+    assert call_cli(capsys, "verify", job).code == 0
 
 
 @pytest.mark.slow

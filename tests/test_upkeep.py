@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import flow
+from pipeline import history
 from pipeline.config import load_job
 from pipeline.manifest import find_store
 from pipeline.stores import Folder
@@ -124,3 +126,43 @@ def test_orphans_are_collected_and_nothing_else(job: Path, maps: Path, capsys: C
     assert digests(maps) == needed
     assert verify(root).damaged == ()
     assert "nothing to do" in call_cli(capsys, "run", job).out
+
+
+def test_old_runs_go_and_the_map_stays(job: Path, maps: Path, capsys: Capture) -> None:
+    lake = job.parent / "lake"
+    for night in range(3):
+        shutil.copy(lake / "part-0.parquet", lake / f"night-{night}.parquet")
+        ran = call_cli(capsys, "refresh", job)
+        assert ran.code == 0, ran.err
+    log = history.entries(Folder(str(maps)))
+    assert len(list((maps / "runs").iterdir())) == len(log) == 4
+    age(maps)
+    assert call_cli(capsys, "gc", job).out == "0 files, 0 B, removed\n"  # a week of runs stays
+    newest = maps / "runs" / log[-1].run
+    before = digests(newest)
+    dry = call_cli(capsys, "gc", job, "--keep-runs", "2", "--dry-run").out
+    assert f"runs/{log[0].run}" in dry
+    assert "stores/train" in dry  # of the first run, which goes
+    (maps / "runs" / log[0].run / "manifest.json").touch()  # one of today
+    assert f"runs/{log[0].run}" not in call_cli(capsys, "gc", job, "--keep-runs", "2").out
+    age(maps)
+    assert call_cli(capsys, "gc", job, "--keep-runs", "2").code == 0
+    kept = {path.name for path in (maps / "runs").iterdir() if list(path.rglob("*.json"))}
+    assert kept == {log[-1].run, log[-2].run}
+    assert digests(newest) == before
+    assert call_cli(capsys, "verify", job).code == 0
+    gone = call_cli(capsys, "rollback", job, log[0].run)
+    assert (gone.code, "removed by lakemap gc" in gone.err) == (2, True)
+    assert call_cli(capsys, "rollback", job).code == 0
+    assert "nothing to do" not in call_cli(capsys, "refresh", job).out
+
+
+def test_a_history_that_cannot_be_read_is_damage(job: Path, maps: Path, capsys: Capture) -> None:
+    (maps / "history/000001.json").write_text("?")
+    ran = call_cli(capsys, "verify", job)
+    assert ran.code == 4
+    assert "history/000001.json: not a record of a publication" in ran.out
+    (maps / "history/000001.json").unlink()
+    (run,) = (maps / "runs").iterdir()
+    (run / "manifest.json").unlink()
+    assert "it is the published run" in call_cli(capsys, "verify", job).out

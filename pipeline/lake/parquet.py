@@ -29,7 +29,7 @@ from pipeline.lake.files import (
     open_root,
     store_errors,
 )
-from pipeline.lake.rows import Block, LakePlan, Lost
+from pipeline.lake.rows import Block, LakePlan, Like, Lost
 from pipeline.lake.schema import (
     FileFacts,
     check_columns,
@@ -127,21 +127,51 @@ def plan_parquet(source: Source, snapshot: Snapshot) -> LakePlan:
     """The partitions of a Parquet lake, from the footers of all its files."""
     root = open_root(source.path)
     vector_columns(source)
-    with ThreadPoolExecutor(N_THREADS) as pool:
-        facts = list(pool.map(partial(_inspect, root, source), snapshot.files))
+    facts = _inspect_all(root, source, snapshot.files)
     for file in facts:
         check_columns(root, source, file, facts[0])
-    groups = [
-        Piece(f.path, group, 0, n) for f in facts for group, n in enumerate(f.group_rows) if n
-    ]
+    groups = _row_groups(facts)
     if not groups:
         raise InputError(f"input {source.path}: {len(facts)} files hold no rows; nothing to map")
-    dtype = stored_dtype(source, facts)
     width = _find_width(root, source, facts, groups)
+    return _make_plan(root, source, facts, groups, width, stored_dtype(source, facts))
+
+
+def plan_again(
+    source: Source, files: Iterable[InputFile], pieces: Iterable[Piece], like: Like
+) -> LakePlan:
+    """Partitions of the rows of these files, and of pieces that an earlier plan had.
+
+    Of the lake's other files, the footer of one alone is read: all must have the same columns.
+    """
+    root = open_root(source.path)
+    facts = _inspect_all(root, source, files)
+    first = facts if like.file is None else _inspect_all(root, source, [like.file])
+    for file in facts:
+        check_columns(root, source, file, first[0])
+    groups = sorted([*_row_groups(facts), *pieces], key=lambda p: (p.path, p.group, p.start))
+    dtype = stored_dtype(source, facts) if facts else like.dtype
+    return _make_plan(
+        root, source, facts, groups, like.width, dtype if dtype == like.dtype else "float32"
+    )
+
+
+def _inspect_all(root: Root, source: Source, files: Iterable[InputFile]) -> list[FileFacts]:
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        return list(pool.map(partial(_inspect, root, source), files))
+
+
+def _row_groups(facts: Iterable[FileFacts]) -> list[Piece]:
+    return [Piece(f.path, group, 0, n) for f in facts for group, n in enumerate(f.group_rows) if n]
+
+
+def _make_plan(
+    root: Root, source: Source, facts: list[FileFacts], groups: list[Piece], width: int, dtype: str
+) -> LakePlan:
     vector_bytes = width * np.dtype(dtype).itemsize
     partitions = group_pieces(groups, max(1, source.partition_bytes // vector_bytes))
-    row_bytes = vector_bytes + max(f.scalar_bytes for f in facts)
-    n_rows = partitions[-1].stop
+    row_bytes = vector_bytes + max((f.scalar_bytes for f in facts), default=0)
+    n_rows = partitions[-1].stop if partitions else 0
     warnings = _split_warnings(root, partitions)
     return LakePlan(partitions, n_rows, width, dtype, len(facts), row_bytes, warnings)
 
@@ -153,7 +183,8 @@ def group_pieces(groups: Iterable[Piece], rows_per_part: int) -> list[Partition]
     for group in groups:
         if n_rows + group.n_rows > rows_per_part or len(packs[-1]) == MAX_PIECES:
             parts = split_rows(group.n_rows, rows_per_part)
-            packs += [[Piece(group.path, group.group, p.start, p.stop)] for p in parts]
+            at = group.start
+            packs += [[Piece(group.path, group.group, at + p.start, at + p.stop)] for p in parts]
             n_rows = parts[-1].n_rows if len(parts) == 1 else rows_per_part
         else:
             packs[-1].append(group)

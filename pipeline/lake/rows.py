@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.errors import InputError
-from pipeline.lake.files import Source
+from pipeline.lake.files import InputFile, Source
 from pipeline.partitions import Partition
 
 STORED_DTYPES = frozenset({"uint8", "int8", "float16", "float32"})
@@ -39,6 +39,14 @@ class LakePlan:
     n_files: int
     row_bytes: int
     warnings: tuple[str, ...] = ()
+
+
+class Like(NamedTuple):
+    """What further rows of a lake must be like: width, type, and a file that is already mapped."""
+
+    width: int
+    dtype: str
+    file: InputFile | None
 
 
 class Rows(NamedTuple):

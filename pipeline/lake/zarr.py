@@ -1,7 +1,9 @@
 """A lake in a Zarr store: one 2-D array, alone or in a group with 1-D arrays beside it."""
 
+import hashlib
+import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import product
@@ -232,6 +234,27 @@ def _chunk_warnings(root: Root, array: Array, files: Mapping[str, InputFile]) ->
     return [
         f"input {root.address}: {n_absent} of {len(keys)} chunks of array {array.path!r} are "
         f"absent from the store and read as the fill value {array.fill_value}"
+    ]
+
+
+def zarr_mark(source: Source) -> str:
+    """SHA-256 of all metadata that decide what chunks mean; the number of rows does not."""
+    arrays = open_arrays(open_root(source.path), source)
+    found = [dict(array.metadata.to_dict()) for array in arrays.watched]
+    for metadata, array in zip(found, arrays.watched, strict=True):
+        metadata |= {"shape": list(array.shape[1:]), "attributes": None}
+    return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def piece_keys(source: Source, pieces: Iterable[Piece]) -> list[list[str]]:
+    """For each piece the keys of the objects it lies in; a piece beyond the last row has none."""
+    arrays = open_arrays(open_root(source.path), source)
+    n_rows = arrays.vector.shape[0]
+    return [
+        [key for array in arrays.watched for key in chunk_keys(array, piece.start, piece.stop)]
+        if piece.stop <= n_rows
+        else []
+        for piece in pieces
     ]
 
 

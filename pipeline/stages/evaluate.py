@@ -132,7 +132,7 @@ def survey_part(context: Context[SurveySettings], partition: Partition, _: Repor
     for index in range(partition.start, partition.stop):
         table = read_map(embed, embed.records[index])
         xy = np.stack([table["x"].to_numpy(), table["y"].to_numpy()], axis=1)
-        counts += rasterize(xy, _codes(table, names), len(names), extent, PIXELS)
+        counts += rasterize(xy, category_codes(table, names), len(names), extent, PIXELS)
         points += [_look_up(embed, index, table, kind, rows) for kind, rows in wanted.items()]
         n_rows += len(xy)
     metrics = {"n_outside": n_rows - int(counts.sum(dtype=np.int64))}
@@ -140,7 +140,7 @@ def survey_part(context: Context[SurveySettings], partition: Partition, _: Repor
     return Part(n_rows, arrays={"counts": counts}, tables=tables, metrics=metrics)
 
 
-def _codes(table: pa.Table, names: tuple[str, ...]) -> NDArray[np.int64]:
+def category_codes(table: pa.Table, names: tuple[str, ...]) -> NDArray[np.int64]:
     """Category number of every row."""
     if names == ("",):
         return np.zeros(table.num_rows, np.int64)

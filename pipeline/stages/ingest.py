@@ -25,6 +25,7 @@ from pipeline.lake import (
     read_partition,
     take_snapshot,
 )
+from pipeline.lake.delta import lake_mark
 from pipeline.manifest import Part, Plan, Record, Store
 from pipeline.partitions import Partition
 from pipeline.runner import Report
@@ -69,6 +70,7 @@ def prepare(context: Context[Source]) -> Plan:
         "n_rows": plan.n_rows,
         "warnings": list(plan.warnings),
         "files": {file.path: [file.size, file.etag] for file in snapshot.files},
+        "mark": lake_mark(context.settings, snapshot),
     }
     return Plan(plan.partitions, facts)
 
@@ -142,7 +144,7 @@ def finish(_: Context[Source], records: list[Record]) -> dict[str, Any]:
 
 INGEST = Stage(
     name="ingest",
-    version=2,
+    version=3,
     reads=("lake",),
     settings=lake_source,
     estimate=estimate,

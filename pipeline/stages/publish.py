@@ -1,29 +1,39 @@
-"""publish: picture, report and metrics of a run; then the run itself, and CURRENT to point at it.
+"""publish: picture, report and metrics of a run; then the run itself and its place in the history.
 
 A run's folder is made of links to (on object stores: copies of) the stores' files, so the stores
-can be removed once it is published. Its manifest is written last, CURRENT after that.
+can be removed once it is published. Its manifest is written last, its entry in the history then.
 """
 
 import importlib.metadata
 import json
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
+from pipeline import history
 from pipeline.config import ClusterConfig, GatesConfig, Job, to_yaml
 from pipeline.curves import draw_curves
-from pipeline.errors import GateError, StageError, StoreError
+from pipeline.errors import GateError, StageError
 from pipeline.lake import CHANGED
-from pipeline.manifest import Part, Store
+from pipeline.manifest import Part, Record, Store
 from pipeline.partitions import Partition
 from pipeline.picture import Raster, draw_map
+from pipeline.published import (
+    SNAPSHOT,
+    MapPart,
+    PublishedMap,
+    check_rows,
+    density_table,
+    encode_snapshot,
+    job_settings,
+)
 from pipeline.report import Gate, Metric, Report, RowCount, StageRow, render_report
 from pipeline.runner import Report as Progress
+from pipeline.runs import RunFile, assemble, run_name
 from pipeline.stage import (
     PROCESS_BYTES,
     Context,
@@ -39,7 +49,6 @@ from pipeline.stages.evaluate import PIXELS, categories
 from pipeline.stores import Folder
 
 SHOWN_BAD_ROWS = 20
-FORMAT = 1
 MEANINGS = {
     "accuracy": "labels guessed right from a row's nearest rows on the map",
     "trustworthiness": "map neighbours that are neighbours in the lake (1 is best)",
@@ -47,6 +56,7 @@ MEANINGS = {
     "continuity": "lake neighbours that are neighbours on the map (1 is best)",
     "neighbor_recall": "share of a row's nearest rows that are also nearest on the map",
 }
+MOST = ("rows_lost",)  # gates that are not to be exceeded; a refresh measures them
 FILES = (
     ("map/", "every row's place: id, x, y, label and further columns where asked for (Parquet)"),
     ("model/", "the encoder: weights, settings and a digest (safetensors and JSON)"),
@@ -54,6 +64,8 @@ FILES = (
     ("metrics.json", "the figures of this page, for programs"),
     ("quarantine/", "rows that could not be mapped, with the reason (Parquet)"),
     ("job.yaml", "the job, defaults included"),
+    ("snapshot.json", "of which rows of which files of the lake every map file is"),
+    ("density.parquet", "rows per pixel and category of the picture"),
     ("manifest.json", "every file of the run with its size and checksum"),
 )
 VERSIONS = ("lakemap", "dask", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow", "torch", "zarr")
@@ -66,11 +78,13 @@ class PublishSettings:
     name: str
     gates: GatesConfig
     job: str
+    kept: dict[str, Any]  # settings that a refresh compares with its own
 
 
 def settings(job: Job) -> PublishSettings:
     """Name, gates and the job's text, less the cluster, on which nothing depends."""
-    return PublishSettings(job.name, job.gates, to_yaml(replace(job, cluster=ClusterConfig())))
+    text = to_yaml(replace(job, cluster=ClusterConfig()))
+    return PublishSettings(job.name, job.gates, text, job_settings(job))
 
 
 def estimate(_: Job, __: Shape) -> Estimate:
@@ -80,24 +94,29 @@ def estimate(_: Job, __: Shape) -> Estimate:
 
 
 def check_gates(gates: GatesConfig, metrics: Mapping[str, Any]) -> None:
-    """Refuse when a measured quality is below its gate."""
+    """Refuse when a measured figure does not pass its gate."""
     for gate in judge(gates, metrics):
         if gate.name in metrics and not gate.passed:
             found = "not measured" if gate.found is None else f"{gate.found:.4f}"
+            needs, cure = f"the job needs {gate.needed:g}", "improve the map or lower"
+            if gate.at_most:
+                needs, cure = f"the job allows {gate.needed:g}", "look at the lake or raise"
             raise GateError(
-                f"gate {gate.name}: {found}, the job needs {gate.needed:g}; nothing was published, "
-                f"CURRENT is as it was; improve the map or lower gates.{gate.name}"
+                f"gate {gate.name}: {found}, {needs}; nothing was published, "
+                f"CURRENT is as it was; {cure} gates.{gate.name}"
             )
 
 
 def judge(gates: GatesConfig, metrics: Mapping[str, Any]) -> list[Gate]:
-    """Every gate the job sets, with what was found."""
-    found = {name: metrics.get(name) for name in MEANINGS}
-    return [
-        Gate(name, needed, found[name], found[name] is not None and found[name] >= needed)
-        for name, needed in asdict(gates).items()
-        if needed is not None
-    ]
+    """Every gate the job sets, with what was found; those of refreshes only where they apply."""
+    found: list[Gate] = []
+    for name, needed in asdict(gates).items():
+        value, at_most = metrics.get(name), name in MOST
+        if needed is None or (at_most and name not in metrics):
+            continue
+        passed = value is not None and (value <= needed if at_most else value >= needed)
+        found.append(Gate(name, needed, value, passed, at_most))
+    return found
 
 
 def gather_metrics(context: Context[PublishSettings]) -> dict[str, Any]:
@@ -126,16 +145,87 @@ def gather_metrics(context: Context[PublishSettings]) -> dict[str, Any]:
 
 def do_part(context: Context[PublishSettings], _: Partition, __: Progress) -> Part:
     """The report, the picture, the metrics and the job, as files."""
-    metrics = gather_metrics(context)
-    picture = draw_map(_raster(context), context.settings.name)
+    metrics = gather_metrics(context) | {"trained_in": run_name(context.folder)}
+    raster = _raster(context)
+    picture = draw_map(raster, context.settings.name)
     page = render_report(_report(context, metrics, picture))
     files = {
         "map.png": picture,
         "report.html": page.encode(),
         "metrics.json": json.dumps(metrics, indent=1, sort_keys=True).encode(),
         "job.yaml": context.settings.job.encode(),
+        SNAPSHOT: encode_snapshot(_snapshot(context)),
     }
-    return Part(metrics["rows_mapped"], files=files)
+    return Part(metrics["rows_mapped"], files=files, tables={"density": density_table(raster)})
+
+
+def _snapshot(context: Context[PublishSettings]) -> PublishedMap:
+    ingest, embed, train = (context.read(name) for name in ("ingest", "embed", "train"))
+    facts, made = ingest.manifest.facts, train.manifest.metrics
+    parts = map_parts(ingest, embed)
+    x0, x1, y0, y1 = made["extent"]
+    return PublishedMap(
+        name=context.settings.name,
+        settings=context.settings.kept,
+        encoder=made["encoder"],
+        trained_in=run_name(context.folder),
+        extent=(x0, x1, y0, y1),
+        width=facts["width"],
+        dtype=facts["dtype"],
+        mark=facts["mark"],
+        files={path: (size, etag) for path, (size, etag) in facts["files"].items()},
+        parts=tuple(parts),
+        next_number=len(parts),
+        categories=categories(embed),
+        labels=count_labels(embed),
+    )
+
+
+def map_parts(ingest: Store, embed: Store, first: int = 0) -> list[MapPart]:
+    """The partitions of a map, numbered from `first`; their rows must add up."""
+    parts = [
+        MapPart(
+            number=first + checked.partition.index,
+            pieces=checked.partition.pieces,
+            n_mapped=placed.n_rows,
+            n_holdout=checked.metrics["n_holdout"],
+            reasons=_part_reasons(checked, placed),
+            files=tuple(
+                name
+                for stage, record in (("embed", placed), ("ingest", checked))
+                for key in record.objects
+                for name in [file_name(stage, key, first + record.partition.index)]
+                if name is not None
+            ),
+        )
+        for checked, placed in zip(ingest.records, embed.records, strict=True)
+    ]
+    wrong = check_rows(parts)
+    if wrong:
+        raise StageError(f"publish: rows do not add up: {wrong}; nothing was published")
+    return parts
+
+
+def _part_reasons(checked: Record, placed: Record) -> dict[str, int]:
+    """Rows of a partition that are not on the map, by reason."""
+    reasons, lost = Counter(checked.metrics["reasons"]), placed.metrics
+    reasons[CHANGED] += lost["n_changed"]
+    reasons[NOT_FINITE] += lost["n_unmapped"] - lost["n_changed"]
+    return {reason: count for reason, count in reasons.items() if count}
+
+
+def count_labels(embed: Store) -> dict[str, int] | None:
+    """Rows of every label; None where there are none to colour by, or too many."""
+    counts = [record.metrics["labels"] for record in embed.records]
+    return None if any(labels is None for labels in counts) else add_counts(counts)
+
+
+def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of the counts, by name."""
+    totals: Counter[str] = Counter()
+    for found in counts:
+        totals.update(found)
+    return dict(totals)
 
 
 def _raster(context: Context[PublishSettings]) -> Raster:
@@ -153,12 +243,12 @@ def _report(context: Context[PublishSettings], metrics: dict[str, Any], picture:
     telemetry = train.table(train.records[0], "telemetry")
     return Report(
         name=context.settings.name,
-        run_id=run_id(context.folder),
+        run_id=run_name(context.folder),
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         picture=picture,
         curves=draw_curves({name: telemetry[name].to_numpy() for name in telemetry.column_names}),
-        stages=tuple(_stage_row(name, ref, context) for name, ref in context.inputs.items()),
-        metrics=_metric_rows(metrics),
+        stages=tuple(stage_row(name, ref, context) for name, ref in context.inputs.items()),
+        metrics=metric_rows(metrics),
         gates=tuple(judge(context.settings.gates, metrics)),
         rows=RowCount(
             read=metrics["rows_read"],
@@ -167,16 +257,17 @@ def _report(context: Context[PublishSettings], metrics: dict[str, Any], picture:
             trained=metrics["rows_trained"],
             held_out=metrics["rows_held_out"],
         ),
-        quarantine=_reasons(ingest, context.read("embed")),
-        quarantine_examples=_bad_rows(ingest),
+        quarantine=count_reasons(map_parts(ingest, context.read("embed"))),
+        quarantine_examples=bad_rows(ingest),
         warnings=tuple(ingest.manifest.facts["warnings"]),
         files=FILES,
         job=context.settings.job,
-        versions=_versions(),
+        versions=installed_versions(),
     )
 
 
-def _metric_rows(metrics: dict[str, Any]) -> tuple[Metric, ...]:
+def metric_rows(metrics: Mapping[str, Any]) -> tuple[Metric, ...]:
+    """The qualities of the map, those that were measured first."""
     recall_interval = (metrics["recall_low"], metrics["recall_high"])
     measured_on = f"; on {metrics['n_queries']:,} {metrics['evaluated_on']}"
     rows = [
@@ -188,10 +279,11 @@ def _metric_rows(metrics: dict[str, Any]) -> tuple[Metric, ...]:
         )
         for name, meaning in MEANINGS.items()
     ]
-    return tuple(sorted(rows, key=lambda row: row.value is None))  # what was measured first
+    return tuple(sorted(rows, key=lambda row: row.value is None))
 
 
-def _stage_row(name: str, ref: StoreRef, context: Context[PublishSettings]) -> StageRow:
+def stage_row(name: str, ref: StoreRef, context: Context[Any]) -> StageRow:
+    """What a step of the run did."""
     manifest, timing = context.read(name).manifest, load_timing(ref.folder)
     return StageRow(
         name=name,
@@ -205,16 +297,12 @@ def _stage_row(name: str, ref: StoreRef, context: Context[PublishSettings]) -> S
     )
 
 
-def _reasons(ingest: Store, embed: Store) -> tuple[tuple[str, int], ...]:
+def count_reasons(parts: Iterable[MapPart]) -> tuple[tuple[str, int], ...]:
     """Rows in the quarantine by reason; together they are all rows that are not on the map."""
-    reasons = Counter(ingest.manifest.metrics["reasons"])
-    lost = embed.manifest.metrics
-    reasons[CHANGED] += lost["n_changed"]
-    reasons[NOT_FINITE] += lost["n_unmapped"] - lost["n_changed"]
-    return tuple((reason, count) for reason, count in reasons.items() if count)
+    return tuple(add_counts(part.reasons for part in parts).items())
 
 
-def _bad_rows(ingest: Store) -> tuple[tuple[str, int, str, str], ...]:
+def bad_rows(ingest: Store) -> tuple[tuple[str, int, str, str], ...]:
     """The first rows of the quarantine."""
     found: list[tuple[str, int, str, str]] = []
     for record in ingest.records:
@@ -224,21 +312,17 @@ def _bad_rows(ingest: Store) -> tuple[tuple[str, int, str, str], ...]:
     return tuple(found[:SHOWN_BAD_ROWS])
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def installed_versions() -> tuple[tuple[str, str], ...]:
+    """Versions of what the results may depend on."""
     installed = {
         dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()
     }
     return tuple((name, installed[name]) for name in VERSIONS if name in installed)
 
 
-def run_id(folder: Folder) -> str:
-    """The run's name: the fingerprint of all it is made of."""
-    return folder.url.rsplit("/", 1)[1]
-
-
 PUBLISH = Stage(
     name="publish",
-    version=1,
+    version=2,
     reads=(
         "ingest",
         "sample",
@@ -264,100 +348,47 @@ PUBLISH = Stage(
 )
 
 
-def release(root: Folder, stores: Mapping[str, Store]) -> tuple[Folder, bool]:
-    """The published run's folder, and whether anything had to be done."""
-    name = run_id(stores["publish"].folder)
-    run = root.join(f"runs/{name}")
-    pointer = json.dumps({"run": name, "manifest": f"runs/{name}/manifest.json", "format": FORMAT})
-    if run.find("manifest.json") is None:
-        _link_files(run, stores)
-    elif root.find("CURRENT") == pointer.encode():
-        return run, False
-    root.put("CURRENT", pointer.encode())
-    return run, True
+def release(
+    root: Folder, stores: Mapping[str, Store], after: history.Entry | None
+) -> tuple[Folder, bool]:
+    """The published run's folder, and whether anything had to be done.
 
-
-def _link_files(run: Folder, stores: Mapping[str, Store]) -> None:
-    """Bring every file of the run to its folder, then write its manifest."""
-    files = list(_run_files(stores))
-    present = run.list()
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda file: _link(file, run, file.name in present), files))
-    sizes = run.list()
-    for file in files:
-        if sizes.get(file.name) != file.size:
-            raise _damaged(
-                file, f"it has {sizes.get(file.name)} bytes, its commit says {file.size}"
-            )
-    listed = {file.name: {"bytes": file.size, "crc32": file.crc32} for file in files}
-    metrics = json.loads(stores["publish"].file(stores["publish"].records[0], "metrics.json"))
-    manifest = {
-        "format": FORMAT,
-        "run": run_id(run),
-        "files": listed,
-        "metrics": metrics,
-        "stores": {name: store.manifest.fingerprint for name, store in stores.items()},
-    }
-    run.create("manifest.json", json.dumps(manifest, indent=1, sort_keys=True).encode())
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """A file of a run: where it comes from, what it is called there."""
-
-    folder: Folder
-    key: str
-    name: str
-    size: int
-    crc32: int
-
-
-def _link(file: RunFile, run: Folder, present: bool) -> None:
-    """Bring one file to the run's folder."""
-    if present:  # from a release cut short: a link made over itself would leave a second name
-        run.delete(file.name)
-    try:
-        file.folder.copy_to(file.key, run, file.name)
-    except FileNotFoundError as error:
-        raise _damaged(file, "it is missing") from error
-
-
-def _damaged(file: RunFile, what: str) -> StoreError:
-    place = f"{file.folder.url}/{file.key}"
-    return StoreError(f"{place} is damaged: {what}; remove {file.folder.url} and run again")
-
-
-def _run_files(stores: Mapping[str, Store]) -> list[RunFile]:
-    """All files of a run."""
-    return [
-        RunFile(
-            store.folder,
-            f"{record.key}/{name}",
-            target,
-            record.objects[name],
-            record.crcs[name],
-        )
+    `after` is the publication that was in force when the run began.
+    """
+    store = stores["publish"]
+    run = root.join(f"runs/{run_name(store.folder)}")
+    metrics = json.loads(store.file(store.records[0], "metrics.json"))
+    files = [
+        file
         for stage in ("embed", "ingest", "train", "publish")
-        for store in [stores[stage]]
+        for file in run_files(stage, stores[stage])
+    ]
+    made_from = {name: store.manifest.fingerprint for name, store in stores.items()}
+    assemble(run, files, metrics, made_from)
+    return run, history.publish(root, after, run_name(run), "run", metrics["rows_mapped"])
+
+
+def run_files(stage: str, store: Store, first: int = 0) -> list[RunFile]:
+    """The files of a run that come from a store, whose first partition has the number `first`."""
+    return [
+        RunFile(store.folder, f"{record.key}/{name}", target, record.objects[name], crc32)
         for record in store.records
-        for name in record.objects
-        for target in [_run_name(stage, name, record.partition.index)]
+        for name, crc32 in record.crcs.items()
+        for target in [file_name(stage, name, first + record.partition.index)]
         if target is not None
     ]
 
 
-def _run_name(stage: str, name: str, index: int) -> str | None:
+def file_name(stage: str, name: str, number: int) -> str | None:
     """What an object of a store is called in a run; None if it is not part of it."""
     if stage == "embed" and name.startswith("map"):  # map.parquet, or map/key=value.parquet
-        return f"{name.removesuffix('.parquet')}/{index:06d}.parquet"
+        return f"{name.removesuffix('.parquet')}/{number:06d}.parquet"
+    if stage == "publish":
+        return name
     return {
-        ("embed", "unmapped.parquet"): f"quarantine/embed-{index:06d}.parquet",
-        ("ingest", "quarantine.parquet"): f"quarantine/ingest-{index:06d}.parquet",
+        ("embed", "unmapped.parquet"): f"quarantine/embed-{number:06d}.parquet",
+        ("ingest", "quarantine.parquet"): f"quarantine/ingest-{number:06d}.parquet",
         ("train", "encoder.safetensors"): "model/encoder.safetensors",
         ("train", "encoder.json"): "model/encoder.json",
         ("train", "telemetry.parquet"): "telemetry.parquet",
-        ("publish", "map.png"): "map.png",
-        ("publish", "report.html"): "report.html",
-        ("publish", "metrics.json"): "metrics.json",
-        ("publish", "job.yaml"): "job.yaml",
     }.get((stage, name))

@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from pipeline import history
 from pipeline.config import GatesConfig, build_job
 from pipeline.errors import GateError, StageError, StoreError
 from pipeline.manifest import Store
 from pipeline.stages import publish
-from pipeline.stages.publish import check_gates, release
+from pipeline.stages.publish import check_gates
 from pipeline.stores import Folder
 from tests.data import Finished, tree
 
@@ -34,6 +35,7 @@ def test_the_manifest_lists_every_file_with_its_size(done: Finished) -> None:
     assert manifest["run"] == done.run.name
     assert set(manifest["stores"]) == set(done.refs) - {"lake"}
     expected = {"map.png", "report.html", "metrics.json", "job.yaml", "telemetry.parquet"}
+    expected |= {"snapshot.json", "density.parquet"}
     assert {name for name in on_disk if "/" not in name} == expected
     folders = {name.split("/")[0] for name in on_disk if "/" in name}
     assert folders == {"map", "model", "quarantine"}
@@ -122,6 +124,10 @@ def test_rows_that_do_not_add_up_are_never_published(
 
     with pytest.raises(StageError, match=r"rows do not add up: .*'rows_read': 1001"):
         publish.gather_metrics(Context())  # type: ignore[arg-type]
+
+
+def release(root: Folder, stores: dict[str, Store]) -> tuple[Folder, bool]:
+    return publish.release(root, stores, history.head(root))
 
 
 def copy_stores(done: Finished, root: Path) -> dict[str, Store]:

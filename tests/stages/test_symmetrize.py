@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from jobs import flow
+from jobs.checks import check_after
 from pipeline.errors import StageError
 from pipeline.manifest import Store
 from pipeline.partitions import graph_rows
@@ -182,11 +182,11 @@ def test_a_row_that_100_000_rows_point_at(section: dict[str, Any], tmp_path: Pat
 def test_a_graph_that_is_no_distribution_stops_the_run(done: Finished) -> None:
     manifest = done.store("symmetrize").manifest
     wrong = replace(manifest, metrics=manifest.metrics | {"mass": 1.001})
-    flow._check_after("symmetrize", manifest, done.job)
+    check_after("symmetrize", manifest, done.job)
     with pytest.raises(StageError, match=r"symmetrize: P sums to 1\.001, must be 1"):
-        flow._check_after("symmetrize", wrong, done.job)
+        check_after("symmetrize", wrong, done.job)
     umap = replace(done.job, affinity=replace(done.job.affinity, kind="umap"))
-    flow._check_after("symmetrize", wrong, umap)
+    check_after("symmetrize", wrong, umap)
 
 
 def test_a_job_with_memberships_ends_in_a_map(tmp_path: Path) -> None:
