@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from benchmarks import measure
 from jobs import flow
 from jobs.cluster import open_runner
-from pipeline.config import ClusterConfig, Job, load_job
+from pipeline.cluster_config import ClusterConfig
+from pipeline.config import Job, load_job
 from pipeline.manifest import Commit, Manifest, Store, Timing, find_store
 from pipeline.runner import Runner
 from pipeline.stores import Folder

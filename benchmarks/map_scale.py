@@ -25,7 +25,8 @@ from benchmarks import measure
 from benchmarks.graph_job import Silent
 from benchmarks.tiny_stage import TINY
 from jobs.cluster import open_runner
-from pipeline.config import ClusterConfig, InputConfig, Job, SampleConfig
+from pipeline.cluster_config import ClusterConfig
+from pipeline.config import InputConfig, Job, SampleConfig
 from pipeline.stage import forget_peak_memory, peak_memory, run_stage
 from pipeline.stores import Folder
 from tests.s3 import BUCKET, OWNER, run_server

@@ -271,19 +271,19 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
     flow.check_installation()
     needs = flow.preflight(job)
     flow.check_output(job)
-    with open_runner(job.cluster, lambda link: _announce(console, link)) as runner:
-        shortage = flow.find_shortage(job, needs, runner.task_bytes, runner.train_bytes)
-        if shortage:
-            raise ConfigError(shortage)
-        for warning in needs.warnings:
-            logging.getLogger("lakemap").warning("%s", warning)
-        try:
+    try:
+        with open_runner(job.cluster, lambda link: _announce(console, link)) as runner:
+            shortage = flow.find_shortage(job, needs, runner.task_bytes, runner.train_bytes)
+            if shortage:
+                raise ConfigError(shortage)
+            for warning in needs.warnings:
+                logging.getLogger("lakemap").warning("%s", warning)
             with make_observer(console) as observer:
                 return flow.run(job, runner, observer, only)
-        except KeyboardInterrupt:
-            line = "stopped; finished partitions are kept, the same command goes on from here"
-            console.print(line, highlight=False, soft_wrap=True)
-            raise typer.Exit(STOPPED) from None
+    except KeyboardInterrupt:
+        line = "stopped; finished partitions are kept, the same command goes on from here"
+        console.print(line, highlight=False, soft_wrap=True)
+        raise typer.Exit(STOPPED) from None
 
 
 def _announce(console: Any, link: str) -> None:
@@ -315,7 +315,7 @@ def main() -> None:
     )
     logging.getLogger("lakemap").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _terminate)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/cluster.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/sites/site.py
     try:
         app(arguments)
     except Exception as error:
