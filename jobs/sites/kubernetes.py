@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from distributed import Client
 
-from jobs.sites.site import REMOTE_ENVIRONMENT, Demand, Site, first_line, log
+from jobs.sites.site import REMOTE_ENVIRONMENT, WATCHER_BYTES, Demand, Site, first_line, log
 from pipeline.cluster_config import ClusterConfig, GpuConfig
 from pipeline.errors import ClusterError, ConfigError
 
@@ -105,7 +105,7 @@ def worker_spec(config: ClusterConfig, gpu: GpuConfig | None = None) -> dict[str
 
     assert config.kubernetes is not None
     memory = int((gpu or config).memory or 0)
-    resources: dict[str, Any] = {"cpu": str((gpu or config).cores or 1), "memory": str(memory)}
+    resources = {"cpu": str((gpu or config).cores or 1), "memory": str(memory + WATCHER_BYTES)}
     command = ["--nthreads", "1", "--memory-limit", str(memory)]
     if gpu is not None:
         resources[gpu.resource or GPU_RESOURCE] = "1"
@@ -121,9 +121,15 @@ def worker_spec(config: ClusterConfig, gpu: GpuConfig | None = None) -> dict[str
 
 
 def _equip(pod: dict[str, Any], config: ClusterConfig, resources: dict[str, str]) -> None:
-    """Give the pod its resources, environment, account and the name of its secret."""
+    """Give the pod its resources, environment, account, the name of its secret, and no rights."""
     assert config.kubernetes is not None
     container = pod["containers"][0]
+    pod["automountServiceAccountToken"] = False  # the driver alone asks Kubernetes for anything
+    pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    container["securityContext"] = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     container["env"] = [{"name": key, "value": value} for key, value in REMOTE_ENVIRONMENT.items()]
     container["resources"] = {"requests": resources, "limits": resources}
     if config.kubernetes.env_secret is not None:

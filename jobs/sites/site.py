@@ -21,6 +21,7 @@ WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": 1,
     "GOMP_SPINCOUNT": 10_000,
 }
+WATCHER_BYTES = 256 << 20  # of the process beside a worker that starts it anew
 MEMORY_SHARE = 0.98  # of a worker's memory; one that needs more is started anew
 
 # The same for workers on other machines, where Dask reads its settings from the environment.

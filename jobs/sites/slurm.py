@@ -10,7 +10,7 @@ from distributed import Adaptive, Client, SpecCluster
 from distributed.core import Status
 
 from jobs.sites.local import make_security
-from jobs.sites.site import REMOTE_ENVIRONMENT, Demand, Site, first_line, log
+from jobs.sites.site import REMOTE_ENVIRONMENT, WATCHER_BYTES, Demand, Site, first_line, log
 from pipeline.cluster_config import ClusterConfig, GpuConfig, SlurmConfig
 from pipeline.errors import ClusterError, ConfigError
 
@@ -71,6 +71,7 @@ def job_options(config: ClusterConfig, gpu: GpuConfig | None = None) -> dict[str
         "processes": 1,
         "job_cpu": config.cores or 1,
         "memory": f"{config.memory}B",
+        "job_mem": _job_memory(config.memory),
         "job_extra_directives": list(slurm.directives),
         "job_script_prologue": [*exports, *slurm.prologue],
         "log_directory": slurm.logs,
@@ -83,12 +84,18 @@ def job_options(config: ClusterConfig, gpu: GpuConfig | None = None) -> dict[str
         "queue": gpu.queue or slurm.queue,
         "job_cpu": gpu.cores,
         "memory": f"{gpu.memory}B",
+        "job_mem": _job_memory(gpu.memory),
         "job_extra_directives": [*slurm.directives, *directives],
         "worker_extra_args": ["--resources", "GPU=1"],
     }
 
 
-class Follow(Adaptive):  # type: ignore[misc]  # distributed has no types here
+def _job_memory(worker_bytes: int | None) -> str:
+    """What SLURM is asked for, in its own MiB."""
+    return f"{-(-((worker_bytes or 0) + WATCHER_BYTES) // (1 << 20))}M"
+
+
+class Follow(Adaptive):
     """Dask's scaling, which picks idle workers to end, with a number that knows all the work.
 
     Dask reckons with the tasks it was sent, and the runner sends only two for each worker.
@@ -143,14 +150,14 @@ class Pools:
         options = {**main.new_spec["options"], **job_options(self._config, self._config.gpu)}
         self._gpu = SpecCluster(
             scheduler={"cls": lambda: main.scheduler},
-            worker={"cls": main.job_cls, "options": options},
+            # By a name, because Dask knows a worker's loss by it and takes no numbers back.
+            workers={"lakemap-gpu": {"cls": main.job_cls, "options": options}},
             security=main.security,
             loop=main.loop,
-            name=f"{main.name}-gpu",
+            name="lakemap-gpu",
             shutdown_scheduler=False,
         )
         try:
-            self._gpu.scale(1)
             _submit(self._gpu)
             yield
         finally:

@@ -14,6 +14,7 @@ from pydantic import ByteSize
 
 from jobs.cluster import find_offer
 from jobs.sites.kubernetes import Scale, cluster_spec, gpu_group, worker_spec
+from jobs.sites.site import WATCHER_BYTES
 from pipeline.cluster_config import ClusterConfig, GpuConfig, KubernetesConfig
 from pipeline.errors import ClusterError
 from tests.data import ENVIRONMENT, make_blobs, run_process, write_job, write_parquet
@@ -116,12 +117,16 @@ def test_pods_get_what_the_job_says() -> None:
     worker, scheduler = pod["containers"][0], spec["scheduler"]["spec"]["containers"][0]
     assert pod["serviceAccountName"] == spec["scheduler"]["spec"]["serviceAccountName"] == "mapper"
     assert worker["image"] == scheduler["image"] == "registry/lakemap:0.1.0"
-    assert worker["resources"]["limits"] == {"cpu": "2", "memory": str(4 << 30)}
+    assert worker["resources"]["limits"] == {
+        "cpu": "2",
+        "memory": str((4 << 30) + WATCHER_BYTES),
+    }
     assert worker["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
     assert worker["command"] == ["dask", "worker"]
     assert worker["args"][:4] == ["--nthreads", "1", "--memory-limit", str(4 << 30)]
     assert "$(DASK_WORKER_NAME)" in worker["args"]
     assert scheduler["command"] == ["dask", "scheduler"]
+    assert not pod["automountServiceAccountToken"]
 
 
 def test_the_worker_for_training_offers_a_gpu() -> None:
@@ -131,7 +136,7 @@ def test_the_worker_for_training_offers_a_gpu() -> None:
     assert worker["image"] == "registry/lakemap-gpu:0.1.0"
     assert worker["resources"]["limits"] == {
         "cpu": "8",
-        "memory": str(32 << 30),
+        "memory": str((32 << 30) + WATCHER_BYTES),
         "nvidia.com/gpu": "1",
     }
     assert worker["args"][4:6] == ["--resources", "GPU=1"]

@@ -37,7 +37,7 @@ def script(config: ClusterConfig, gpu: GpuConfig | None = None) -> list[str]:
 def test_a_worker_asks_for_what_the_job_says(config: ClusterConfig) -> None:
     lines = script(config)
     directives = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    expected = {"-J lakemap", "-p long", "-A maps", "-n 1", "--cpus-per-task=2", "--mem=4G"}
+    expected = {"-J lakemap", "-p long", "-A maps", "-n 1", "--cpus-per-task=2", "--mem=4352M"}
     assert directives >= expected | {"-t 12:30:00", "--nice=7"}
     assert lines[-2] == "module load cuda"
     assert "--nthreads 1 --memory-limit 4.00GiB" in lines[-1]
@@ -47,13 +47,13 @@ def test_a_worker_asks_for_what_the_job_says(config: ClusterConfig) -> None:
 def test_what_is_left_out_is_slurms_own_default(config: ClusterConfig) -> None:
     bare = replace(config, slurm=SlurmConfig(logs=config.slurm.logs if config.slurm else ""))
     options = {line.split()[1] for line in script(bare) if line.startswith("#SBATCH")}
-    assert options == {"-J", "-e", "-o", "-n", "--cpus-per-task=2", "--mem=4G"}
+    assert options == {"-J", "-e", "-o", "-n", "--cpus-per-task=2", "--mem=4352M"}
 
 
 def test_the_worker_for_training_offers_a_gpu(config: ClusterConfig) -> None:
     lines = script(config, config.gpu)
     directives = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    expected = {"-J lakemap-gpu", "-p gpus", "-A maps", "--cpus-per-task=8", "--mem=32G"}
+    expected = {"-J lakemap-gpu", "-p gpus", "-A maps", "--cpus-per-task=8", "--mem=33024M"}
     assert directives >= expected | {"--nice=7", "--gres=gpu:1"}
     assert "--resources GPU=1" in lines[-1]
     assert config.gpu is not None
