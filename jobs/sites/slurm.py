@@ -1,12 +1,14 @@
 """Workers as jobs of SLURM, submitted with dask-jobqueue; the scheduler lives in the driver."""
 
 import shutil
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import dask
-from distributed import Adaptive, Client, SpecCluster
+from distributed import Adaptive, Client
 from distributed.core import Status
 
 from jobs.sites.local import make_security
@@ -15,6 +17,7 @@ from pipeline.cluster_config import ClusterConfig, GpuConfig, SlurmConfig
 from pipeline.errors import ClusterError, ConfigError
 
 GPU_DIRECTIVES = ("--gres=gpu:1",)
+ASK_SECONDS = 15.0  # between two questions to SLURM
 
 
 @contextmanager
@@ -117,7 +120,7 @@ class Pools:
         self._cluster, self._config = cluster, config
         most = config.workers or 1
         self._demand = Demand(config.min_workers or most, most)
-        self._gpu: SpecCluster | None = None
+        self._gpu: GpuJob | None = None
 
     def start(self) -> None:
         """Submit the first workers; a refusal by SLURM ends the run."""
@@ -134,11 +137,12 @@ class Pools:
     def refill(self, n_tasks: int) -> None:
         """Submit workers in place of lost ones; what SLURM refuses now it may take later."""
         self._demand.follow(n_tasks)
-        for cluster in filter(None, (self._cluster, self._gpu)):
-            try:
-                _submit(cluster)
-            except ClusterError as error:
-                log.warning("%s; trying again", error)
+        try:
+            _submit(self._cluster)
+            if self._gpu is not None:
+                self._gpu.refill()
+        except ClusterError as error:
+            log.warning("%s; trying again", error)
 
     @contextmanager
     def gpu_pool(self) -> Iterator[None]:
@@ -146,23 +150,59 @@ class Pools:
         if self._config.gpu is None:
             yield
             return
-        main = self._cluster
-        options = {**main.new_spec["options"], **job_options(self._config, self._config.gpu)}
-        self._gpu = SpecCluster(
-            scheduler={"cls": lambda: main.scheduler},
-            # By a name, because Dask knows a worker's loss by it and takes no numbers back.
-            workers={"lakemap-gpu": {"cls": main.job_cls, "options": options}},
-            security=main.security,
-            loop=main.loop,
-            name="lakemap-gpu",
-            shutdown_scheduler=False,
-        )
+        cluster = self._cluster
+        options = {**cluster.new_spec["options"], **job_options(self._config, self._config.gpu)}
+        gpu = GpuJob(cluster, options)
         try:
-            _submit(self._gpu)
+            gpu.start()
+            self._gpu = gpu
             yield
         finally:
-            gpu, self._gpu = self._gpu, None
+            self._gpu = None
             gpu.close()
+
+
+class GpuJob:
+    """The job of the worker that trains, submitted again when its worker is lost.
+
+    Not a second cluster of Dask's: a scheduler tells only the last one which workers it has lost.
+    """
+
+    def __init__(self, cluster: Any, options: Mapping[str, Any]) -> None:
+        self._cluster, self._options = cluster, options
+        self._job: Any = None
+        self._n_jobs = 0
+        self._asked = time.monotonic()
+
+    def start(self) -> None:
+        """Submit it; a refusal ends the run."""
+        self._n_jobs += 1
+        address = self._cluster.scheduler_address
+        name = f"lakemap-gpu-{self._n_jobs}"
+        self._job = self._cluster.job_cls(address, name=name, **self._options)
+        self._cluster.sync(self._job.start)
+        if self._job.refusal:
+            raise _refused(self._job.refusal)
+
+    def refill(self) -> None:
+        """Submit it again if its worker is not there and SLURM knows nothing of it."""
+        names = {worker["name"] for worker in self._cluster.scheduler_info["workers"].values()}
+        now = time.monotonic()
+        if self._job.name not in names and now - self._asked >= ASK_SECONDS:
+            self._asked = now
+            if self._job.refusal or _is_over(self._job.job_id):
+                self.start()
+
+    def close(self) -> None:
+        """Cancel it, whether it runs or waits."""
+        self._cluster.sync(self._job.close)
+
+
+def _is_over(job_id: str) -> bool:
+    """Whether a job neither runs nor waits."""
+    command = ["squeue", "--noheader", "--jobs", job_id]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return not done.stdout.strip() if done.returncode == 0 else "Invalid job id" in done.stderr
 
 
 def _submit(cluster: Any) -> None:
@@ -177,9 +217,11 @@ def _submit(cluster: Any) -> None:
 
     refusals = cluster.sync(settle)
     if refusals:
-        raise ClusterError(
-            f"cluster.kind slurm: no job was submitted ({refusals[0]}); check cluster.slurm"
-        )
+        raise _refused(refusals[0])
+
+
+def _refused(reason: str) -> ClusterError:
+    return ClusterError(f"cluster.kind slurm: no job was submitted ({reason}); check cluster.slurm")
 
 
 def _job_class() -> Any:

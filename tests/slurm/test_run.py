@@ -11,13 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import dask
 import pytest
 from pydantic import ByteSize
 
 from jobs import crew
 from jobs.cluster import open_runner
-from jobs.sites import site
+from jobs.sites import site, slurm
 from pipeline.cluster_config import ClusterConfig, GpuConfig, SlurmConfig
 from pipeline.partitions import split_rows
 from tests.data import LABELLED, Lake, make_blobs, results, run_process, write_job, write_parquet
@@ -200,6 +199,7 @@ def test_a_worker_lost_in_training_is_replaced(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", farm.environment["SLURM_CONF"])
     monkeypatch.setattr(crew, "REFILL_SECONDS", 0.2)
+    monkeypatch.setattr(slurm, "ASK_SECONDS", 0.2)
     config = ClusterConfig(
         kind="slurm", workers=1, memory=ByteSize(1 << 30),
         gpu=GpuConfig(ByteSize(1 << 30), 1, "gpu"),
@@ -207,7 +207,6 @@ def test_a_worker_lost_in_training_is_replaced(
     )  # fmt: skip
     script = Script(tmp_path)
     with (
-        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
         open_runner(config, lambda _: None) as runner,
         ThreadPoolExecutor(1) as pool,
     ):
