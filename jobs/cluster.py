@@ -34,7 +34,6 @@ class DaskRunner:
         self._crew = Crew(site, wait_seconds)
         self.task_bytes = self._crew.task_bytes
         self.train_bytes = self._crew.train_bytes
-        self.has_gpu = self._crew.has_gpu
 
     @property
     def n_workers(self) -> int:

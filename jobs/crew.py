@@ -57,6 +57,7 @@ class Crew:
     @contextmanager
     def equip(self, whole_machine: bool) -> Iterator[dict[str, int] | None]:
         """What the tasks inside ask for; for training the pool of its own is there meanwhile."""
+        self._missed = time.monotonic()  # the driver may have been busy with other things
         if whole_machine:
             self.gather(None)  # who is there may have changed since the step before
         if not whole_machine or not self.has_gpu:
@@ -98,10 +99,8 @@ class Crew:
 
     def _update(self) -> None:
         try:
-            info = self._site.client.scheduler_info(
-                n_workers=-1
-            )  # empty after the connection's end
-            workers = dict(info["workers"])
+            # A dictionary without workers where the connection has ended.
+            workers = dict(self._site.client.scheduler_info(n_workers=-1)["workers"])
             if not self._site.same_host and not workers.keys() <= self._workers.keys():
                 check_versions(self._site.client)
         except (OSError, TimeoutError, KeyError) as error:

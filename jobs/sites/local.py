@@ -3,18 +3,17 @@
 import logging
 import os
 import re
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import dask
-from distributed import Client, LocalCluster, Security
+from distributed import Client, LocalCluster
 from distributed.system import MEMORY_LIMIT
 
 from jobs.sites.site import MEMORY_SHARE, WORKER_ENVIRONMENT, Site, first_line
-from pipeline.cluster_config import ClusterConfig, TlsConfig
-from pipeline.errors import ClusterError, ConfigError
+from jobs.sites.tls import make_security
+from pipeline.cluster_config import ClusterConfig
+from pipeline.errors import ClusterError
 
 CONNECT_SECONDS = 20
 
@@ -90,22 +89,3 @@ def _refusal(error: BaseException, has_tls: bool) -> str:
         )
     reason = next((first_line(cause) for cause in reversed(causes) if str(cause)), "no answer")
     return f"no scheduler there ({reason}); check cluster.address"
-
-
-def make_security(tls: TlsConfig) -> Security:
-    """The certificates, after a look at whether they can be used."""
-    for key, path in (("ca", tls.ca), ("cert", tls.cert), ("key", tls.key)):
-        if not Path(path).is_file():
-            raise ConfigError(f"cluster.tls.{key}: {path} is not there; give a PEM file")
-    try:
-        context = ssl.create_default_context(cafile=tls.ca)
-        context.load_cert_chain(tls.cert, tls.key)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cluster.tls: {tls.ca}, {tls.cert} and {tls.key} cannot be used together "
-            f"({first_line(error)}); give PEM files, and the key that belongs to the certificate"
-        ) from error
-    roles = ("client", "scheduler", "worker")
-    files = {f"tls_{role}_cert": tls.cert for role in roles}
-    files |= {f"tls_{role}_key": tls.key for role in roles}
-    return Security(tls_ca_file=tls.ca, require_encryption=True, **files)

@@ -11,8 +11,8 @@ import dask
 from distributed import Adaptive, Client
 from distributed.core import Status
 
-from jobs.sites.local import make_security
 from jobs.sites.site import REMOTE_ENVIRONMENT, WATCHER_BYTES, Demand, Site, first_line, log
+from jobs.sites.tls import make_security
 from pipeline.cluster_config import ClusterConfig, GpuConfig, SlurmConfig
 from pipeline.errors import ClusterError, ConfigError
 
@@ -121,6 +121,7 @@ class Pools:
         most = config.workers or 1
         self._demand = Demand(config.min_workers or most, most)
         self._gpu: GpuJob | None = None
+        self._said = ""
 
     def start(self) -> None:
         """Submit the first workers; a refusal by SLURM ends the run."""
@@ -142,7 +143,9 @@ class Pools:
             if self._gpu is not None:
                 self._gpu.refill()
         except ClusterError as error:
-            log.warning("%s; trying again", error)
+            if str(error) != self._said:
+                self._said = str(error)
+                log.warning("%s; trying again", error)
 
     @contextmanager
     def gpu_pool(self) -> Iterator[None]:

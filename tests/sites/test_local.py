@@ -9,6 +9,7 @@ import pytest
 
 from jobs.cluster import open_runner
 from jobs.sites import local
+from jobs.sites import tls as tls_files
 from pipeline.cluster_config import ClusterConfig, TlsConfig
 from pipeline.errors import ClusterError, ConfigError
 from tests.data import call_cli, make_blobs, write_job, write_parquet
@@ -92,7 +93,7 @@ def test_tls_files_that_cannot_be_used_are_named(
 ) -> None:
     missing = replace(tls, cert=f"{tmp_path}/none.pem")
     with pytest.raises(ConfigError, match=r"^cluster.tls.cert: \S+/none.pem is not there; give a"):
-        local.make_security(missing)
+        tls_files.make_security(missing)
     for wrong in (
         replace(tls, key=foreign.key),
         replace(tls, ca=tls.key),
@@ -101,7 +102,7 @@ def test_tls_files_that_cannot_be_used_are_named(
         with pytest.raises(
             ConfigError, match=r"^cluster.tls: \S+, \S+ and \S+ cannot be used"
         ) as caught:
-            local.make_security(wrong)
+            tls_files.make_security(wrong)
         assert "PRIVATE KEY" not in str(caught.value)
 
 
