@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from distributed import Client
@@ -215,3 +216,37 @@ def test_demand_grows_at_once_and_shrinks_when_that_lasts(monkeypatch: pytest.Mo
     assert demand.follow(1) == 10
     clock[0] = 120
     assert [demand.follow(n) for n in (1, 7)] == [2, 7]
+
+
+class Told:
+    """Stands for a client whose scheduler and worker have versions that cannot be had here."""
+
+    def __init__(self, scheduler: dict[str, str | None], worker: dict[str, str | None]) -> None:
+        self._changes = {"scheduler": scheduler, "worker": worker, "client": {}}
+
+    def get_versions(self, packages: list[str]) -> dict[str, Any]:
+        assert packages == ["lakemap"]
+        same = {"python": "3.11.7.final.0", "dask": "1", "distributed": "1", "lakemap": "1"}
+        found = {who: {"packages": same | self._changes[who]} for who in self._changes}
+        return {**found, "workers": {"tcp://h:1": found.pop("worker")}}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "worker", "line"),
+    [
+        ({}, {}, None),
+        ({"lakemap": None}, {"python": "3.11.2.final.0"}, None),
+        ({"dask": "2"}, {}, "the scheduler has dask 2, the driver 1; install the same there and"),
+        ({}, {"lakemap": None}, "worker tcp://h:1 has lakemap not at all, the driver 1; install"),
+        ({}, {"python": "3.12.1.final.0"}, "worker tcp://h:1 has Python 3.12, the driver 3.11; i"),
+    ],
+)
+def test_which_software_must_agree(
+    scheduler: dict[str, str | None], worker: dict[str, str | None], line: str | None
+) -> None:
+    client: Any = Told(scheduler, worker)
+    if line is None:
+        crew.check_versions(client)
+        return
+    with pytest.raises(ClusterError, match=f"^{line}"):
+        crew.check_versions(client)
