@@ -226,7 +226,12 @@ class Told:
 
     def get_versions(self, packages: list[str]) -> dict[str, Any]:
         assert packages == ["lakemap"]
-        same = {"python": "3.11.7.final.0", "dask": "1", "distributed": "1", "lakemap": "1"}
+        same: dict[str, str | None] = {
+            "python": "3.11.7.final.0",
+            "dask": "1",
+            "distributed": "1",
+            "lakemap": "1",
+        }
         found = {who: {"packages": same | self._changes[who]} for who in self._changes}
         return {**found, "workers": {"tcp://h:1": found.pop("worker")}}
 
