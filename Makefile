@@ -7,7 +7,7 @@ PEERS ?= $(BIN)/python
 SEEDS ?= 5
 TABLES ?= quality earlier study
 
-.PHONY: help install demo week test lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
+.PHONY: help install demo week test test-slurm lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
@@ -34,6 +34,9 @@ lint: install   ## ruff and mypy
 
 test: lint      ## ruff, mypy and the whole test suite
 	$(BIN)/pytest
+
+test-slurm: install  ## whole runs through a real SLURM on this host, installed with apt where needed
+	tests/slurm/install && $(BIN)/pytest -m slurm tests/slurm || test $$? -eq 77
 
 bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
 	$(MAKE) -j1 bench-map bench-embed bench-scale bench-demo bench-graph

@@ -21,7 +21,8 @@ from benchmarks import measure
 from benchmarks.silent import Silent
 from jobs import flow
 from jobs.cluster import open_runner
-from pipeline.config import ClusterConfig, Job, load_job
+from pipeline.cluster_config import ClusterConfig
+from pipeline.config import Job, load_job
 from pipeline.manifest import Store, find_store
 from pipeline.runner import Runner
 from pipeline.stores import Folder

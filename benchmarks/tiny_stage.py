@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from benchmarks.silent import Silent
 from jobs.cluster import open_runner
-from pipeline.config import ClusterConfig, InputConfig, Job, SampleConfig
+from pipeline.cluster_config import ClusterConfig
+from pipeline.config import InputConfig, Job, SampleConfig
 from pipeline.manifest import Part, Plan
 from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report

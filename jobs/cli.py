@@ -338,7 +338,7 @@ def main() -> None:
     )
     logging.getLogger("lakemap").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _terminate)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/cluster.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/sites/site.py
     try:
         app(arguments)
     except Exception as error:

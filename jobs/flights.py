@@ -66,11 +66,12 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flying)
 
-    def send_next(self, waiting: Iterator[Partition]) -> None:
-        """Send the next partitions, as many together as seems good."""
+    def send_next(self, waiting: Iterator[Partition]) -> bool:
+        """Send the next partitions, as many together as seems good; false when there are none."""
         parts = tuple(islice(waiting, self._together))
         if parts:
             self.send(parts, 1)
+        return bool(parts)
 
     def send(self, parts: Parts, number: int, workers: list[str] | None = None) -> None:
         """Start an attempt, on one of these workers if they live."""
@@ -87,9 +88,13 @@ class Flights:
         self._flying[key] = Attempt(key, parts, number, future, time.monotonic())
         future.add_done_callback(self._ended.put)
 
-    def land(self) -> tuple[Attempt, list[Attempt]]:
-        """The next attempt that has ended, well or not, and its twins that are still flying."""
+    def land(self, look: Callable[[], None]) -> tuple[Attempt, list[Attempt]]:
+        """The next attempt that has ended, well or not, and its twins that are still flying.
+
+        `look` is called now and then: workers may have come.
+        """
         while True:
+            look()
             self._double_late()
             try:
                 future = self._ended.get(timeout=LOOK_SECONDS)

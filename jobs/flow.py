@@ -145,9 +145,10 @@ def find_shortage(job: Job, needs: Preflight, task_bytes: int, train_bytes: int)
             f"or neighbors.memory"
         )
     if needs.train_bytes > train_bytes:
+        memory = "cluster.gpu.memory" if job.cluster.gpu else "cluster.memory"
         return (
             f"train: {needs.shape.n_train} rows need {_mib(needs.train_bytes)}, "
-            f"a worker gives {_mib(train_bytes)}; raise cluster.memory or lower sample.rows"
+            f"a worker gives {_mib(train_bytes)}; raise {memory} or lower sample.rows"
         )
     free = free_bytes(job.output)
     if free is not None and needs.store_bytes > free:

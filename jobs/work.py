@@ -87,21 +87,21 @@ def _work(job: Job, command: str, needs: flow.Preflight, go: Callable[[Runner, O
     """What `go` returns, run under the lease of the output on workers that are large enough."""
     console = Console(stderr=True)
     flow.check_output(job)
-    with (
-        hold(Folder(job.output), command),
-        open_runner(job.cluster, lambda link: _announce(console, link)) as runner,
-    ):
-        shortage = flow.find_shortage(job, needs, runner.task_bytes, runner.train_bytes)
-        if shortage:
-            raise ConfigError(shortage)
-        for warning in needs.warnings:
-            logging.getLogger("lakemap").warning("%s", warning)
-        try:
+    try:
+        with (
+            hold(Folder(job.output), command),
+            open_runner(job.cluster, lambda link: _announce(console, link)) as runner,
+        ):
+            shortage = flow.find_shortage(job, needs, runner.task_bytes, runner.train_bytes)
+            if shortage:
+                raise ConfigError(shortage)
+            for warning in needs.warnings:
+                logging.getLogger("lakemap").warning("%s", warning)
             return _watched(lambda observer: go(runner, observer))
-        except KeyboardInterrupt:
-            line = "stopped; finished partitions are kept, the same command goes on from here"
-            console.print(line, highlight=False, soft_wrap=True)
-            raise typer.Exit(STOPPED) from None
+    except KeyboardInterrupt:
+        line = "stopped; finished partitions are kept, the same command goes on from here"
+        console.print(line, highlight=False, soft_wrap=True)
+        raise typer.Exit(STOPPED) from None
 
 
 def _watched(go: Callable[[Observer], T]) -> T:

@@ -7,12 +7,13 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
 from pydantic import ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from pipeline.cluster_config import ClusterConfig, check_cluster, place_files
 from pipeline.errors import ConfigError
 
 _STRICT_KEYS = ConfigDict(extra="forbid")
@@ -172,17 +173,6 @@ class GatesConfig:
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
-class ClusterConfig:
-    """Who does the work; never part of what the results depend on."""
-
-    kind: Literal["local", "serial", "scheduler"] = "local"
-    workers: Count | None = None
-    memory: Annotated[ByteSize, Field(gt=0)] | None = None
-    address: str | None = None
-    retries: Annotated[int, Field(ge=0)] = 2
-
-
-@dataclass(frozen=True, config=_STRICT_KEYS)
 class Job:
     """A whole job file."""
 
@@ -239,7 +229,8 @@ def build_job(data: Mapping[str, Any], where: str, base: Path) -> Job:
         raise ConfigError(f"{where}: {_explain(error)}") from error
     _check_together(job, where)
     source = replace(job.input, path=_absolute(job.input.path, base))
-    return replace(job, input=source, output=_absolute(job.output, base))
+    cluster = place_files(job.cluster, base)
+    return replace(job, input=source, output=_absolute(job.output, base), cluster=cluster)
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -293,16 +284,21 @@ def _known_place(steps: Sequence[int | str]) -> str:
     known: list[str] = []
     for step in steps:
         known.append(str(step))
-        section = get_type_hints(section).get(str(step))
+        section = _section(get_type_hints(section).get(str(step)))
         if not is_dataclass(section):
             break
     return ".".join(known)
 
 
+def _section(hint: Any) -> Any:
+    """The type of a key, without the None of a section that may be left out."""
+    return next((kind for kind in get_args(hint) if is_dataclass(kind)), hint)
+
+
 def _unknown_key(steps: list[str]) -> str:
     section: Any = Job
     for step in steps[:-1]:
-        section = get_type_hints(section)[step]
+        section = _section(get_type_hints(section)[step])
     known = [field.name for field in fields(section)]
     close = difflib.get_close_matches(steps[-1], known, n=1, cutoff=0.5)
     hint = f"did you mean {'.'.join([*steps[:-1], close[0]])}?" if close else f"known: {known}"
@@ -330,10 +326,7 @@ def _check_together(job: Job, where: str) -> None:
         )
     _check_training(job.train, where)
     _check_map(job, where)
-    if job.cluster.kind == "scheduler" and not job.cluster.address:
-        raise ConfigError(
-            f"{where}: cluster.kind scheduler needs cluster.address (tcp://host:8786)"
-        )
+    check_cluster(job.cluster, where)
     if job.input.partition_bytes < 1 << 16:
         raise ConfigError(
             f"{where}: input.partition_bytes is {job.input.partition_bytes}; "

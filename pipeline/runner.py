@@ -27,8 +27,11 @@ class Runner(Protocol):
     """Memory one task may use."""
     train_bytes: int
     """Memory the training task may use."""
-    n_workers: int
-    """Tasks that run at the same time."""
+
+    @property
+    def n_workers(self) -> int:
+        """Tasks that run at the same time."""
+        ...
 
     def map(
         self,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from jobs.cluster import open_runner
-from pipeline.config import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.remote import connect
 from pipeline.runner import Runner, SerialRunner
 from pipeline.stores import Folder

@@ -12,9 +12,10 @@ from distributed import Client, LocalCluster
 from distributed.system import MEMORY_LIMIT
 from pydantic import ByteSize
 
-from jobs import cluster
-from jobs.cluster import DaskRunner, core_count, find_offer, open_runner
-from pipeline.config import ClusterConfig
+from jobs.cluster import DaskRunner, find_offer, open_runner
+from jobs.sites.local import core_count
+from jobs.sites.site import Site
+from pipeline.cluster_config import ClusterConfig
 from pipeline.errors import ClusterError
 from pipeline.partitions import Partition, split_rows
 from pipeline.runner import Report, Runner, SerialRunner, Write
@@ -172,7 +173,9 @@ def test_a_scheduler_gives_what_its_workers_give(threads: LocalCluster, tmp_path
 def test_nothing_of_finished_work_stays_on_workers(threads: LocalCluster, tmp_path: Path) -> None:
     script = Script(tmp_path).write({2: [RAISE]})
     with Client(threads) as client:
-        assert len(run_all(DaskRunner(client, retries=1), script)) == 10
+        assert (
+            len(run_all(DaskRunner(Site(client, "look"), retries=1, wait_seconds=5), script)) == 10
+        )
         wait_for(lambda: not client.futures)
 
 
@@ -188,7 +191,7 @@ def test_a_task_of_the_whole_machine_asks_for_the_gpu(
             return submit(*args, **options)
 
         monkeypatch.setattr(client, "submit", watch)
-        runner = DaskRunner(client, retries=0)
+        runner = DaskRunner(Site(client, "look"), retries=0, wait_seconds=5)
         for whole_machine in (False, True):
             task = PidTask()
             list(
@@ -197,28 +200,6 @@ def test_a_task_of_the_whole_machine_asks_for_the_gpu(
                 )
             )
     assert asked == [None, {"GPU": 1}]
-
-
-def test_a_scheduler_without_workers_is_refused() -> None:
-    with LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as empty:
-        config = ClusterConfig(kind="scheduler", address=empty.scheduler_address)
-        with pytest.raises(ClusterError, match=r"^the scheduler has no workers; start some"):
-            find_offer(config)
-
-
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nonsense://host:1"])
-def test_an_address_without_a_scheduler_is_named(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(address: str, timeout: str) -> Client:
-        del timeout  # twenty seconds are long in a test
-        return Client(address, timeout="1s")
-
-    monkeypatch.setattr(cluster, "Client", connect)
-    config = ClusterConfig(kind="scheduler", address=address)
-    with pytest.raises(ClusterError, match=f"^{address}: no scheduler there .*; check") as caught:
-        find_offer(config)
-    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_local_workers_share_cores_and_memory() -> None:

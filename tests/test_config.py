@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ByteSize
 
 from encoders.fit import FitConfig
+from pipeline.cluster_config import ClusterConfig, GpuConfig, SlurmConfig
 from pipeline.config import (
     AffinityConfig,
-    ClusterConfig,
     EdgesConfig,
     EncoderConfig,
     EvaluateConfig,
@@ -43,6 +43,32 @@ gates = st.none() | shares
 
 def positive(at_least: float) -> st.SearchStrategy[float]:
     return st.floats(at_least, 1e300)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ClusterConfig:
+    kind = draw(st.sampled_from(["local", "serial", "scheduler", "slurm"]))
+    memory = st.integers(1, 1 << 50).map(ByteSize)
+    lines = st.tuples(words, words)
+    return draw(
+        st.builds(
+            ClusterConfig,
+            kind=st.just(kind),
+            workers=counts if kind == "slurm" else st.none() | counts,
+            memory=memory if kind == "slurm" else st.none() | memory,
+            address=words if kind == "scheduler" else st.none(),
+            slurm=st.builds(
+                SlurmConfig, queue=words, directives=lines, prologue=lines, logs=st.just("/logs")
+            )
+            if kind == "slurm"
+            else st.none(),
+            gpu=st.none() | st.builds(GpuConfig, memory, counts, queue=words)
+            if kind == "slurm"
+            else st.none(),
+            wait_seconds=positive(1e-3),
+            retries=st.integers(0, 99),
+        )
+    )
 
 
 @st.composite
@@ -115,16 +141,7 @@ def jobs(draw: st.DrawFn) -> Job:
             )
         ),
         gates=draw(st.builds(GatesConfig, gates, gates, gates, gates, gates)),
-        cluster=draw(
-            st.builds(
-                ClusterConfig,
-                kind=st.sampled_from(["local", "serial", "scheduler"]),
-                workers=st.none() | counts,
-                memory=st.none() | st.integers(1, 1 << 50).map(ByteSize),
-                address=words,
-                retries=st.integers(0, 99),
-            )
-        ),
+        cluster=draw(clusters()),
     )
 
 
@@ -215,7 +232,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, line: str) 
         ("train.exaggeration=0.5", "train.exaggeration is 0.5; it must be greater than or equal"),
         ("evaluate.rows=99", "evaluate.rows is 99; it must be greater than or equal to 100"),
         ("gates.recall=1.5", "gates.recall is 1.5; it must be less than or equal to 1"),
-        ("cluster.kind=cloud", "cluster.kind is 'cloud'; it must be 'local', 'serial' or 'sched"),
+        ("cluster.kind=cloud", "cluster.kind is 'cloud'; it must be 'local', 'serial', 'schedu"),
         ("cluster.memory=0", "cluster.memory is 0; it must be greater than 0"),
         ("cluster.retries=-1", "cluster.retries is -1; it must be greater than or equal to 0"),
         ("input.vector=7", "input.vector is 7; it must be a valid string"),

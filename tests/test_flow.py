@@ -17,6 +17,7 @@ from distributed import Client, LocalCluster
 from encoders.artifact import Encoder
 from jobs import flow
 from jobs.cluster import DaskRunner
+from jobs.sites.site import Site
 from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, InputError
 from pipeline.manifest import Manifest, Timing
@@ -354,6 +355,7 @@ def run_with(job: Job, n_workers: int) -> None:
         Client(cluster) as client,
     ):
         client.run(shrink_blocks)
-        published = flow.run(job, DaskRunner(client, retries=0), Recorder())
+        runner = DaskRunner(Site(client, "look", same_host=True), retries=0, wait_seconds=60)
+        published = flow.run(job, runner, Recorder())
     assert published is not None
     assert published.changed

@@ -56,7 +56,7 @@ def below(folder: str) -> list[str]:
 
 def test_the_tools_of_this_file_see_imports() -> None:
     tree = parse("jobs/cluster.py")
-    assert {"dask", "distributed.Client", "pipeline.runner.Task", "torch"} <= imports(tree)
+    assert {"distributed.get_worker", "pipeline.runner.Task", "torch"} <= imports(tree)
     assert foreign(ast.parse("import numpy.linalg, numpyx\nfrom os import path"), {"numpy"}) == {
         "numpyx"
     }
@@ -101,11 +101,19 @@ def test_encoders_know_neither_stores_nor_pipeline(path: str) -> None:
     assert not foreign(parse(path), {"numpy", "torch", "safetensors", "encoders"})
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if path not in ("jobs/cluster.py", "jobs/flights.py")]
-)
-def test_two_files_know_dask(path: str) -> None:
+KNOW_DASK = ("jobs/cluster.py", "jobs/crew.py", "jobs/flights.py", *below("jobs/sites"))
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path not in KNOW_DASK])
+def test_the_runner_and_its_sites_alone_know_dask(path: str) -> None:
     assert not {name for name in imports(parse(path)) if within(name, DASK)}
+
+
+@pytest.mark.parametrize("path", below("jobs/sites"))
+def test_how_a_cluster_is_opened_knows_no_runner(path: str) -> None:
+    ours = {name for name in imports(parse(path)) if name.split(".")[0] in OURS}
+    allowed = {"jobs.sites", "pipeline.cluster_config", "pipeline.errors"}
+    assert not {name for name in ours if not within(name, allowed)}
 
 
 @pytest.mark.parametrize("path", below("jobs"))
@@ -118,7 +126,8 @@ def test_jobs_import_no_tests(path: str) -> None:
     [
         ("pipeline/errors.py", set()),
         ("pipeline/partitions.py", set()),
-        ("pipeline/config.py", {"errors"}),
+        ("pipeline/cluster_config.py", {"errors"}),
+        ("pipeline/config.py", {"cluster_config", "errors"}),
         ("pipeline/remote.py", set()),
         ("pipeline/stores.py", {"errors", "partitions", "remote"}),
         ("pipeline/manifest.py", {"errors", "partitions", "stores"}),

@@ -14,7 +14,7 @@ import pytest
 from jobs import flights
 from jobs.cluster import open_runner
 from jobs.flights import TASKS_PER_WORKER
-from pipeline.config import ClusterConfig
+from pipeline.cluster_config import ClusterConfig
 from pipeline.errors import GateError, InputError, StageError, StoreError
 from pipeline.manifest import Commit, Effort
 from pipeline.partitions import Partition, split_rows

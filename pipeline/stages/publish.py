@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from pipeline import history
-from pipeline.config import ClusterConfig, GatesConfig, Job, to_yaml
+from pipeline.cluster_config import ClusterConfig
+from pipeline.config import GatesConfig, Job, to_yaml
 from pipeline.curves import draw_curves
 from pipeline.errors import GateError, StageError
 from pipeline.lake import CHANGED
