@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +39,11 @@ STOPPED = 130
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Every line on stderr is a JSON object.")
+    ] = False,
 ) -> None:
-    del debug  # main() has already looked for it, so that it may stand anywhere
+    del debug, log_json  # main() has already looked for them, so that they may stand anywhere
 
 
 @app.command()
@@ -127,19 +131,18 @@ def stage(
 
 @app.command()
 def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Say how far a job is."""
+    """Say how far a job is, what is published, and whether the lake has changed since."""
     from jobs import flow
-    from jobs.tables import current_run, show_status
+    from jobs.tables import show_status, status_document
     from pipeline.config import load_job
 
     job = load_job(job_file, overrides or ())
     flow.check_place(job)
-    stages = flow.status(job)
-    current = current_run(job.output)
+    document = status_document(job, flow.status(job))
     if as_json:
-        _print_json({"current": current, "stages": [asdict(stage) for stage in stages]})
+        _print_json(document)
     else:
-        show_status(stages, current)
+        show_status(document)
 
 
 @app.command()
@@ -191,8 +194,6 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Remove what dead attempts and earlier settings left; never what a run or the job needs."""
-    import time
-
     from jobs import flow
     from jobs.tables import human_bytes
     from pipeline.config import load_job
@@ -250,24 +251,37 @@ def _published(job: Any, job_file: Path) -> Any:
 
 
 def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
+    """Run the job, or one stage of it, and leave figures for operators."""
+    from jobs import flow
+    from jobs.metrics import recorded
+    from pipeline.config import load_job
+    from pipeline.errors import ConfigError
+
+    job = load_job(job_file, overrides or ())
+    if only is not None and only not in flow.GROUPS:
+        raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
+    with recorded(job) as record:
+        published = _work(job, only, record)
+        if published is not None:
+            record.succeeded(published.metrics)
+    return published
+
+
+def _work(job: Any, only: str | None, record: Any) -> Any:
     """Check the job against the workers, then run it, or one stage of it."""
     from rich.console import Console
 
     from jobs import flow
     from jobs.cluster import open_runner
     from jobs.progress import make_observer
-    from pipeline.config import load_job
     from pipeline.errors import ConfigError
     from pipeline.runner import SerialRunner
 
-    job = load_job(job_file, overrides or ())
-    if only is not None and only not in flow.GROUPS:
-        raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
     console = Console(stderr=True)
     flow.check_place(job)
     if only is None and flow.is_finished(job):  # no workers to start, only a look at the stores
         with make_observer(console) as observer:
-            return flow.run(job, SerialRunner(task_bytes=0), observer)
+            return flow.run(job, SerialRunner(task_bytes=0), record.watch(observer))
     flow.check_installation()
     needs = flow.preflight(job)
     flow.check_output(job)
@@ -279,7 +293,7 @@ def _run(job_file: Path, overrides: list[str] | None, only: str | None) -> Any:
             logging.getLogger("lakemap").warning("%s", warning)
         try:
             with make_observer(console) as observer:
-                return flow.run(job, runner, observer, only)
+                return flow.run(job, runner, record.watch(observer), only)
         except KeyboardInterrupt:
             line = "stopped; finished partitions are kept, the same command goes on from here"
             console.print(line, highlight=False, soft_wrap=True)
@@ -308,31 +322,45 @@ def _terminate(_: int, __: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line; every error becomes one line and its exit code."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    debug = len(arguments) < len(sys.argv) - 1
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
-    )
-    logging.getLogger("lakemap").setLevel(logging.INFO)
+    from jobs.logs import fields, log, set_up_logs
+
+    given = sys.argv[1:]
+    log_json = "--log-json" in given
+    arguments = [argument for argument in given if argument not in ("--debug", "--log-json")]
+    set_up_logs(log_json)
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/cluster.py
+    started = time.monotonic()
+    code = _call(arguments, debug="--debug" in given)
+    if log_json:
+        event = fields("ended", exit_code=code, seconds=time.monotonic() - started)
+        log.info("exit code %d", code, extra=event)
+    sys.exit(code)
+
+
+def _call(arguments: list[str], debug: bool) -> int:
+    """The exit code of the command."""
     try:
         app(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
     except Exception as error:
         if debug:
             raise
-        sys.exit(_explain(error, "--json" in arguments))
+        return _explain(error, "--json" in arguments)
+    return 0
 
 
 def _explain(error: Exception, as_json: bool) -> int:
     """Print the error as one line (and as JSON where that was asked for); return the exit code."""
+    from jobs.logs import print_error
     from pipeline.errors import LakemapError
 
     code = error.exit_code if isinstance(error, LakemapError) else 1
     line = str(error) if isinstance(error, LakemapError) else f"{type(error).__name__}: {error}"
     line = " ".join(line.split())
     hint = "" if isinstance(error, LakemapError) else " (--debug shows the traceback)"
-    typer.echo(f"lakemap: {line}{hint}", err=True)
+    print_error(f"lakemap: {line}{hint}", code)
     if as_json:
         _print_json({"error": line, "exit_code": code})
     return code

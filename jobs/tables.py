@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -67,15 +69,54 @@ def show_plan(document: dict[str, Any]) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def show_status(stages: Sequence[StageStatus], current: str | None) -> None:
-    """Print how far each step is."""
+def status_document(job: Job, stages: Sequence[StageStatus]) -> dict[str, Any]:
+    """Everything `status` knows, as plain values."""
+    current = current_run(job.output)
+    return {
+        "job": job.name,
+        "current": current,
+        "published": None if current is None else _published(job.output, current, stages),
+        "stages": [_stage_document(stage) for stage in stages],
+    }
+
+
+def _published(output: str, run: str, stages: Sequence[StageStatus]) -> dict[str, Any]:
+    """The published run: since when, its figures, whether the lake is still the one it shows."""
+    root = Folder(output)
+    since = datetime.fromtimestamp(root.changed("CURRENT"), UTC)
+    manifest = json.loads(root.get(f"runs/{run}/manifest.json"))
+    return {
+        "run": run,
+        "folder": root.join(f"runs/{run}").url,
+        "since": since.isoformat(timespec="seconds"),
+        "lake_changed": stages[0].store != f"stores/ingest/{manifest['stores']['ingest']}",
+        "metrics": manifest["metrics"],
+    }
+
+
+def _stage_document(stage: StageStatus) -> dict[str, Any]:
+    share = stage.n_done / stage.n_parts if stage.n_parts else 0.0
+    speed = stage.n_rows / stage.task_seconds if stage.task_seconds else None
+    return asdict(stage) | {"share": share, "rows_per_task_second": speed}
+
+
+def show_status(document: dict[str, Any]) -> None:
+    """Print how far each step is, and what is published."""
     console = Console()
-    table = Table("stage", "state", "partitions", "rows")
-    for stage in stages:
-        parts = f"{stage.n_done:,} of {stage.n_parts:,}" if stage.n_parts else ""
-        table.add_row(stage.name, stage.state, parts, f"{stage.n_rows:,}" if stage.n_rows else "")
+    table = Table("stage", "state", "partitions", "rows", "seconds")
+    for stage in document["stages"]:
+        parts = f"{stage['n_done']:,} of {stage['n_parts']:,}" if stage["n_parts"] else ""
+        rows = f"{stage['n_rows']:,}" if stage["n_rows"] else ""
+        seconds = "" if stage["wall_seconds"] is None else f"{stage['wall_seconds']:,.1f}"
+        table.add_row(stage["name"], stage["state"], parts, rows, seconds)
     console.print(table)
-    console.print(f"published: {current or 'nothing yet'}", highlight=False)
+    published = document["published"]
+    if published is None:
+        console.print("published: nothing yet", highlight=False)
+        return
+    changed = "has changed since" if published["lake_changed"] else "is as it was"
+    line = f"published: {published['run']}, {published['since']}; the lake {changed}"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def current_run(output: str) -> str | None:

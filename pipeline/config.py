@@ -179,6 +179,13 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
+class MetricsConfig:
+    """Where figures for operators go after a run; never part of what the results depend on."""
+
+    textfile: str | None = None
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
 class Job:
     """A whole job file."""
 
@@ -194,6 +201,7 @@ class Job:
     evaluate: EvaluateConfig = EvaluateConfig()
     gates: GatesConfig = GatesConfig()
     cluster: ClusterConfig = ClusterConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def affinity_kind(self) -> Literal["gaussian", "umap"]:
@@ -235,7 +243,13 @@ def build_job(data: Mapping[str, Any], where: str, base: Path) -> Job:
         raise ConfigError(f"{where}: {_explain(error)}") from error
     _check_together(job, where)
     source = replace(job.input, path=_absolute(job.input.path, base))
-    return replace(job, input=source, output=_absolute(job.output, base))
+    textfile = job.metrics.textfile and _absolute(job.metrics.textfile, base)
+    return replace(
+        job,
+        input=source,
+        output=_absolute(job.output, base),
+        metrics=replace(job.metrics, textfile=textfile),
+    )
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -329,6 +343,12 @@ def _check_together(job: Job, where: str) -> None:
     if job.cluster.kind == "scheduler" and not job.cluster.address:
         raise ConfigError(
             f"{where}: cluster.kind scheduler needs cluster.address (tcp://host:8786)"
+        )
+    textfile = job.metrics.textfile
+    if textfile is not None and ("://" in textfile or not textfile.endswith(".prom")):
+        raise ConfigError(
+            f"{where}: metrics.textfile is {textfile!r}; it must be a path that ends in .prom, "
+            "or node exporter does not read it"
         )
     if job.input.partition_bytes < 1 << 16:
         raise ConfigError(

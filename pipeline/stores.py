@@ -100,6 +100,12 @@ class Folder:
         except FileNotFoundError:
             return None
 
+    def changed(self, key: str) -> float:
+        """When the object was last written, in seconds since 1970; FileNotFoundError if none."""
+        store, path = self._locate(key)
+        with _explained(self, key):
+            return float(obstore.head(store, path)["last_modified"].timestamp())
+
     def list(self, prefix: str = "") -> dict[str, int]:
         """Size of every object below the prefix, by key relative to this folder."""
         return {entry.key: entry.n_bytes for entry in self.entries(prefix)}

@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_create_never_replaces(folder: Folder) -> None:
     assert folder.get("deep/object") == b"first"
     folder.delete("deep/object")
     assert folder.create("deep/object", b"third")
+
+
+def test_when_an_object_was_written(folder: Folder) -> None:
+    before = time.time()
+    folder.put("object", b"1")
+    assert before - 2 <= folder.changed("object") <= time.time() + 2  # some tell whole seconds
+    with pytest.raises(FileNotFoundError, match="none"):
+        folder.changed("none")
 
 
 def test_the_list_holds_sizes_by_key(folder: Folder) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import ClusterConfig, GatesConfig, Job, to_yaml
+from pipeline.config import ClusterConfig, GatesConfig, Job, MetricsConfig, to_yaml
 from pipeline.curves import draw_curves
 from pipeline.errors import GateError, StageError, StoreError
 from pipeline.lake import CHANGED
@@ -69,8 +69,9 @@ class PublishSettings:
 
 
 def settings(job: Job) -> PublishSettings:
-    """Name, gates and the job's text, less the cluster, on which nothing depends."""
-    return PublishSettings(job.name, job.gates, to_yaml(replace(job, cluster=ClusterConfig())))
+    """Name, gates and the job's text, less cluster and metrics, on which nothing depends."""
+    plain = replace(job, cluster=ClusterConfig(), metrics=MetricsConfig())
+    return PublishSettings(job.name, job.gates, to_yaml(plain))
 
 
 def estimate(_: Job, __: Shape) -> Estimate:
