@@ -6,13 +6,15 @@ lakemap_NAME_build    by hand: the whole map anew, one task per group of stages
 They only call the command line, which keeps all state in the job's output: a task that is started
 again goes on where it stopped. Settings come from the environment of Airflow's workers:
 
-LAKEMAP_JOBS      the folder of the job files, one map per *.yaml   (/srv/maps)
-LAKEMAP_COMMAND   how lakemap is called there                       (lakemap)
+LAKEMAP_JOBS           the folder of the job files, one map per *.yaml   (/srv/maps)
+LAKEMAP_COMMAND        how lakemap is called there                       (lakemap)
+LAKEMAP_RETRY_MINUTES  wait before a second attempt, doubled each time   (10)
 """
 
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ FINAL = {
 
 DEFAULTS = {
     "retries": 2,
-    "retry_delay": timedelta(minutes=10),
+    "retry_delay": timedelta(minutes=float(os.environ.get("LAKEMAP_RETRY_MINUTES", "10"))),
     "retry_exponential_backoff": True,
     "execution_timeout": timedelta(hours=12),
 }
@@ -71,7 +73,8 @@ class Lakemap(BaseOperator):
 
     def on_kill(self) -> None:
         """Stop the command cleanly; the next attempt goes on from there."""
-        self.hook.send_sigterm()
+        with suppress(ProcessLookupError):  # it may just have ended
+            self.hook.send_sigterm()
 
 
 def refresh_dag(job: Path) -> DAG:
