@@ -47,7 +47,8 @@ test-airflow: install  ## the DAGs run by Airflow itself, in an environment of i
 
 $(AIRFLOW)/installed: deploy/airflow/constraints.txt
 	$(PYTHON) -m venv $(AIRFLOW)
-	timeout 180 $(AIRFLOW)/bin/python -m pip install --quiet --constraint $< apache-airflow
+	timeout 180 $(AIRFLOW)/bin/python -m pip install --quiet --no-compile \
+		--constraint $< apache-airflow
 	touch $@
 
 bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
