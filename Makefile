@@ -2,12 +2,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+TOOLS ?= .tools
+AIRFLOW ?= .venv-airflow
 DATA ?= data
 PEERS ?= $(BIN)/python
 SEEDS ?= 5
 TABLES ?= quality earlier study
 
-.PHONY: help install demo week test test-slurm lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
+.PHONY: help install demo week test test-slurm test-deploy test-airflow lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
@@ -37,6 +39,23 @@ test: lint      ## ruff, mypy and the whole test suite
 
 test-slurm: install  ## whole runs through a real SLURM on this host, installed with apt where needed
 	tests/slurm/install && $(BIN)/pytest -m slurm tests/slurm || test $$? -eq 77
+
+test-deploy: install   ## deploy/ with the checkers of cron, systemd and Prometheus, got from apt
+	tests/deploy/get_tools.sh $(TOOLS)
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/pytest tests/deploy
+
+test-airflow: install  ## the DAGs run by Airflow itself, in an environment of its own
+	@if $(MAKE) $(AIRFLOW)/installed; then \
+		LAKEMAP_AIRFLOW="$(CURDIR)/$(AIRFLOW)/bin" $(BIN)/pytest tests/deploy/test_airflow.py; \
+	else \
+		echo "test-airflow SKIPPED: Airflow cannot be installed here"; \
+	fi
+
+$(AIRFLOW)/installed: deploy/airflow/constraints.txt
+	$(PYTHON) -m venv $(AIRFLOW)
+	timeout 180 $(AIRFLOW)/bin/python -m pip install --quiet --no-compile \
+		--constraint $< apache-airflow
+	touch $@
 
 bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
 	$(MAKE) -j1 bench-map bench-embed bench-scale bench-demo bench-graph
@@ -75,4 +94,4 @@ clipping: install  ## every objective with neither, one or both of the clips
 	$(BIN)/python -m benchmarks.clipping --data $(DATA)
 
 clean:          ## remove the environment, caches and the demo
-	rm -rf $(VENV) demo week build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(AIRFLOW) $(TOOLS) demo week build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,10 +1,10 @@
 """The command line: one function per command, one line and an exit code per error."""
 
 import json
-import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +36,11 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Every line on stderr is a JSON object.")
+    ] = False,
 ) -> None:
-    del debug  # main() has already looked for it, so that it may stand anywhere
+    del debug, log_json  # main() has already looked for them, so that they may stand anywhere
 
 
 @app.command()
@@ -176,21 +179,18 @@ def stage(
 
 @app.command()
 def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Say how far a job is."""
+    """Say how far a job is, what is published, and whether the lake has changed since."""
     from jobs import flow
-    from jobs.tables import show_status
+    from jobs.tables import show_status, status_document
     from pipeline.config import load_job
-    from pipeline.history import current_run
-    from pipeline.stores import Folder
 
     job = load_job(job_file, overrides or ())
     flow.check_place(job)
-    stages = flow.status(job)
-    current = current_run(Folder(job.output))
+    document = status_document(job, flow.status(job))
     if as_json:
-        _print_json({"current": current, "stages": [asdict(stage) for stage in stages]})
+        _print_json(document)
     else:
-        show_status(stages, current)
+        show_status(document)
 
 
 @app.command()
@@ -331,31 +331,45 @@ def _terminate(_: int, __: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line; every error becomes one line and its exit code."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    debug = len(arguments) < len(sys.argv) - 1
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
-    )
-    logging.getLogger("lakemap").setLevel(logging.INFO)
+    from jobs.logs import fields, log, set_up_logs
+
+    given = sys.argv[1:]
+    log_json = "--log-json" in given
+    arguments = [argument for argument in given if argument not in ("--debug", "--log-json")]
+    set_up_logs(log_json)
     signal.signal(signal.SIGTERM, _terminate)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as on workers, see jobs/sites/site.py
+    started = time.monotonic()
+    code = _call(arguments, debug="--debug" in given)
+    if log_json:
+        event = fields("ended", exit_code=code, seconds=time.monotonic() - started)
+        log.info("exit code %d", code, extra=event)
+    sys.exit(code)
+
+
+def _call(arguments: list[str], debug: bool) -> int:
+    """The exit code of the command."""
     try:
         app(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
     except Exception as error:
         if debug:
             raise
-        sys.exit(_explain(error, "--json" in arguments))
+        return _explain(error, "--json" in arguments)
+    return 0
 
 
 def _explain(error: Exception, as_json: bool) -> int:
     """Print the error as one line (and as JSON where that was asked for); return the exit code."""
+    from jobs.logs import print_error
     from pipeline.errors import LakemapError
 
     code = error.exit_code if isinstance(error, LakemapError) else 1
     line = str(error) if isinstance(error, LakemapError) else f"{type(error).__name__}: {error}"
     line = " ".join(line.split())
     hint = "" if isinstance(error, LakemapError) else " (--debug shows the traceback)"
-    typer.echo(f"lakemap: {line}{hint}", err=True)
+    print_error(f"lakemap: {line}{hint}", code)
     if as_json:
         _print_json({"error": line, "exit_code": code})
     return code

@@ -27,7 +27,16 @@ from pipeline.manifest import (
 )
 from pipeline.remote import is_remote
 from pipeline.runner import Runner
-from pipeline.stage import Estimate, Observer, Shape, Stage, StoreRef, locate, run_stage
+from pipeline.stage import (
+    Estimate,
+    Observer,
+    Shape,
+    Stage,
+    StoreRef,
+    load_timing,
+    locate,
+    run_stage,
+)
 from pipeline.stages import (
     affinity,
     cells,
@@ -80,13 +89,20 @@ class Published:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """How far one step is; `state` is done, partial or waiting."""
+    """How far one step is; `state` is done, partial or waiting.
+
+    store: its place, once the steps before it are done. wall_seconds: of a step that is done.
+    task_seconds: the sum over its tasks so far.
+    """
 
     name: str
     state: str
+    store: str | None = None
     n_done: int = 0
     n_parts: int = 0
     n_rows: int = 0
+    wall_seconds: float | None = None
+    task_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -288,29 +304,32 @@ def status(job: Job) -> list[StageStatus]:
             found.append(StageStatus(stage.name, "waiting"))
             continue
         folder = _locate(stage, refs, root, job)
-        store = find_store(folder)
+        place, store = folder.url.removeprefix(f"{root.url}/"), find_store(folder)
         if store is None:
-            found.append(_partial(stage.name, folder))
+            found.append(_partial(stage.name, place, folder))
             continue
-        n_parts = len(store.records)
-        found.append(StageStatus(stage.name, "done", n_parts, n_parts, store.n_rows))
+        found.append(_done(stage.name, place, store))
         refs[stage.name] = StoreRef(folder, store.manifest.digest)
     return found
 
 
+def _done(name: str, place: str, store: Store) -> StageStatus:
+    n_parts, timing = len(store.records), load_timing(store.folder)
+    return StageStatus(
+        name,
+        "done",
+        place,
+        n_done=n_parts,
+        n_parts=n_parts,
+        n_rows=store.n_rows,
+        wall_seconds=timing.wall_seconds,
+        task_seconds=timing.task_seconds,
+    )
+
+
 def used_stores(job: Job) -> list[str]:
     """Places below the output of the job's stores, as far as they can be told."""
-    root = Folder(job.output)
-    refs = {"lake": _snapshot_ref(job)}
-    found: list[str] = []
-    for stage in STAGES:
-        if all(name in refs for name in stage.reads):
-            folder = _locate(stage, refs, root, job)
-            found.append(folder.url.removeprefix(f"{root.url}/"))
-            store = find_store(folder)
-            if store is not None:
-                refs[stage.name] = StoreRef(folder, store.manifest.digest)
-    return found
+    return [stage.store for stage in status(job) if stage.store is not None]
 
 
 def is_finished(job: Job) -> bool:
@@ -324,10 +343,17 @@ def is_published(job: Job) -> bool:
     return current is not None and f"stores/publish/{current}" in used_stores(job)
 
 
-def _partial(name: str, folder: Folder) -> StageStatus:
+def _partial(name: str, place: str, folder: Folder) -> StageStatus:
     plan = load_plan(folder)
     if plan is None:
-        return StageStatus(name, "waiting")
-    commits = load_commits(folder)
-    n_rows = sum(commit.record.n_rows for commit in commits.values())
-    return StageStatus(name, "partial", len(commits), len(plan.partitions), n_rows)
+        return StageStatus(name, "waiting", place)
+    commits = load_commits(folder).values()
+    return StageStatus(
+        name,
+        "partial",
+        place,
+        n_done=len(commits),
+        n_parts=len(plan.partitions),
+        n_rows=sum(commit.record.n_rows for commit in commits),
+        task_seconds=sum(commit.effort.seconds for commit in commits),
+    )

@@ -3,7 +3,7 @@
 import logging
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jobs.logs import fields
 from pipeline.manifest import Commit, Manifest, Timing
 
 log = logging.getLogger("lakemap")
@@ -28,31 +29,56 @@ class LogObserver:
     def __init__(self) -> None:
         self._done = 0
         self._n_parts = 0
+        self._rows = 0
+        self._started = 0.0
         self._said = 0.0
 
     def stage_started(self, name: str, n_parts: int, n_done: int, n_rows: int) -> None:
         """Say how much there is to do."""
-        self._done, self._n_parts, self._said = n_done, n_parts, time.monotonic()
+        self._done, self._n_parts, self._rows = n_done, n_parts, 0
+        self._started = self._said = time.monotonic()
         resumed = f", {n_done} already committed" if n_done else ""
-        log.info("%s: %d partitions, %s rows%s", name, n_parts, f"{n_rows:,}", resumed)
+        event = fields(
+            "stage_started", stage=name, partitions=n_parts, partitions_done=n_done, rows=n_rows
+        )
+        log.info("%s: %d partitions, %s rows%s", name, n_parts, f"{n_rows:,}", resumed, extra=event)
 
-    def part_done(self, name: str, commit: Commit) -> None:  # noqa: ARG002 - the protocol's
+    def part_done(self, name: str, commit: Commit) -> None:
         """Count, and say so from time to time."""
         self._done += 1
-        self._say(f"{name}: {self._done} of {self._n_parts} partitions")
+        self._rows += commit.record.n_rows
+        self._say(
+            name,
+            f"{self._done} of {self._n_parts} partitions",
+            partitions=self._n_parts,
+            partitions_done=self._done,
+            rows=self._rows,
+        )
 
     def task_progress(self, name: str, share: float, note: str) -> None:
         """Say what the task says, from time to time."""
-        self._say(f"{name}: {share:.0%}, {note}")
+        self._say(name, f"{share:.0%}, {note}", share=share, note=note)
 
     def stage_finished(self, name: str, manifest: Manifest, timing: Timing, skipped: bool) -> None:
         """Say what the stage did."""
-        log.info("%s", summary(name, manifest, timing, skipped))
+        event = fields(
+            "stage_skipped" if skipped else "stage_finished",
+            stage=name,
+            partitions=len(manifest.records),
+            rows=manifest.n_rows,
+            seconds=timing.wall_seconds,
+            task_seconds=timing.task_seconds,
+            peak_bytes=timing.peak_bytes,
+            **_figures(manifest),
+        )
+        log.info("%s", summary(name, manifest, timing, skipped), extra=event)
 
-    def _say(self, text: str) -> None:
-        if time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            log.info("%s", text)
+    def _say(self, name: str, text: str, **values: Any) -> None:
+        now = time.monotonic()
+        if now - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = now
+            event = fields("stage_progress", stage=name, seconds=now - self._started, **values)
+            log.info("%s: %s", name, text, extra=event)
 
     def __enter__(self) -> Self:
         return self
@@ -121,16 +147,18 @@ def summary(name: str, manifest: Manifest, timing: Timing, skipped: bool) -> str
     if skipped:
         return f"{name}: done before, nothing to do"
     speed = manifest.n_rows / max(timing.wall_seconds, 1e-9)
-    figures = {
-        key: value
-        for key, value in manifest.metrics.items()
-        if key in ("recall", "accuracy", "trustworthiness", "n_bad", "loss") and value is not None
-    }
-    measured = "".join(f", {key} {value:.4g}" for key, value in figures.items())
+    measured = "".join(f", {key} {value:.4g}" for key, value in _figures(manifest).items())
     return (
         f"{name}: {manifest.n_rows:,} rows in {timing.wall_seconds:.1f} s "
         f"({speed:,.0f} rows/s, peak {timing.peak_bytes / (1 << 20):,.0f} MiB{measured})"
     )
+
+
+def _figures(manifest: Manifest) -> dict[str, float]:
+    """What a stage measured, as far as it goes into a line."""
+    shown = ("recall", "accuracy", "trustworthiness", "n_bad", "loss")
+    found = manifest.metrics.items()
+    return {key: value for key, value in found if key in shown and value is not None}
 
 
 def make_observer(console: Console) -> LogObserver | BarObserver:

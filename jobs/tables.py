@@ -1,6 +1,8 @@
 """What plan and status show, as documents and as tables."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -8,8 +10,12 @@ from rich.table import Table
 
 from jobs.cluster import Offer
 from jobs.flow import Preflight, StageStatus, free_bytes
+from pipeline import history
 from pipeline.config import Job
-from pipeline.history import Entry
+from pipeline.lake import InputFile, take_snapshot
+from pipeline.published import load_snapshot
+from pipeline.stages.ingest import lake_source
+from pipeline.stores import Folder
 
 
 def plan_document(job: Job, needs: Preflight, offer: Offer, shortage: str | None) -> dict[str, Any]:
@@ -66,18 +72,60 @@ def show_plan(document: dict[str, Any]) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def show_status(stages: Sequence[StageStatus], current: str | None) -> None:
-    """Print how far each step is."""
+def status_document(job: Job, stages: Sequence[StageStatus]) -> dict[str, Any]:
+    """Everything `status` knows, as plain values."""
+    entry = history.head(Folder(job.output))
+    return {
+        "job": job.name,
+        "current": None if entry is None else entry.run,
+        "published": None if entry is None else _published(job, entry),
+        "stages": [_stage_document(stage) for stage in stages],
+    }
+
+
+def _published(job: Job, entry: history.Entry) -> dict[str, Any]:
+    """The published run: since when, its figures, whether the lake is still the one it shows."""
+    run = Folder(job.output).join(f"runs/{entry.run}")
+    return {
+        "run": entry.run,
+        "folder": run.url,
+        "since": entry.at or None,
+        "lake_changed": take_snapshot(lake_source(job)).files != _known_files(run),
+        "metrics": json.loads(run.get("metrics.json")),
+    }
+
+
+def _known_files(run: Folder) -> tuple[InputFile, ...]:
+    """The lake's files when the run was made."""
+    return tuple(load_snapshot(run).lake.files.values())
+
+
+def _stage_document(stage: StageStatus) -> dict[str, Any]:
+    share = stage.n_done / stage.n_parts if stage.n_parts else 0.0
+    speed = stage.n_rows / stage.task_seconds if stage.task_seconds else None
+    return asdict(stage) | {"share": share, "rows_per_task_second": speed}
+
+
+def show_status(document: dict[str, Any]) -> None:
+    """Print how far each step is, and what is published."""
     console = Console()
-    table = Table("stage", "state", "partitions", "rows")
-    for stage in stages:
-        parts = f"{stage.n_done:,} of {stage.n_parts:,}" if stage.n_parts else ""
-        table.add_row(stage.name, stage.state, parts, f"{stage.n_rows:,}" if stage.n_rows else "")
+    table = Table("stage", "state", "partitions", "rows", "seconds")
+    for stage in document["stages"]:
+        parts = f"{stage['n_done']:,} of {stage['n_parts']:,}" if stage["n_parts"] else ""
+        rows = f"{stage['n_rows']:,}" if stage["n_rows"] else ""
+        seconds = "" if stage["wall_seconds"] is None else f"{stage['wall_seconds']:,.1f}"
+        table.add_row(stage["name"], stage["state"], parts, rows, seconds)
     console.print(table)
-    console.print(f"published: {current or 'nothing yet'}", highlight=False)
+    published = document["published"]
+    if published is None:
+        console.print("published: nothing yet", highlight=False)
+        return
+    changed = "has changed since" if published["lake_changed"] else "is as it was"
+    line = f"published: {published['run']}, {published['since']}; the lake {changed}"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
-def show_history(log: Sequence[Entry]) -> None:
+def show_history(log: Sequence[history.Entry]) -> None:
     """Print every publication, the newest last."""
     table = Table("", "published", "by", "run", "rows", "in place of")
     for entry in log:

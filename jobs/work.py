@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
 
 from jobs import flow, refresh
 from jobs.cluster import open_runner
+from jobs.metrics import Record, recorded
 from jobs.progress import make_observer
 from pipeline import history
 from pipeline.config import Job
@@ -26,6 +27,26 @@ T = TypeVar("T")
 
 def run_job(job: Job, only: str | None = None) -> flow.Published | None:
     """Run the job, or one stage of it; None after a stage that is not the last."""
+    return _recorded(job, lambda record: _run(job, only, record))
+
+
+def refresh_job(job: Job) -> flow.Published:
+    """Bring the published map to today's lake; make the first map where there is none."""
+    found = _recorded(job, lambda record: _refresh(job, record))
+    assert found is not None
+    return found
+
+
+def _recorded(job: Job, go: Callable[[Record], flow.Published | None]) -> flow.Published | None:
+    """What `go` publishes, with the figures that operators want of it."""
+    with recorded(job) as record:
+        published = go(record)
+        if published is not None:
+            record.succeeded(published.metrics)
+    return published
+
+
+def _run(job: Job, only: str | None, record: Record) -> flow.Published | None:
     if only is not None and only not in flow.GROUPS:
         raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
     flow.check_place(job)
@@ -33,27 +54,26 @@ def run_job(job: Job, only: str | None = None) -> flow.Published | None:
     if only is None and flow.is_finished(job):  # no workers to start, only a look at the stores
         idle = SerialRunner(task_bytes=0)
         if flow.is_published(job):  # nothing to write either
-            return _watched(lambda observer: flow.run(job, idle, observer))
+            return _watched(record, lambda observer: flow.run(job, idle, observer))
         with hold(Folder(job.output), command):
-            return _watched(lambda observer: flow.run(job, idle, observer))
+            return _watched(record, lambda observer: flow.run(job, idle, observer))
     flow.check_installation()
     needs = flow.preflight(job)
-    return _work(job, command, needs, lambda runner, seen: flow.run(job, runner, seen, only))
+    order = Order(job, command, needs, record)
+    return _work(order, lambda runner, seen: flow.run(job, runner, seen, only))
 
 
-def refresh_job(job: Job) -> flow.Published:
-    """Bring the published map to today's lake; make the first map where there is none."""
+def _refresh(job: Job, record: Record) -> flow.Published | None:
     flow.check_place(job)
     base = refresh.find_base(job)
     if base is None:
-        published = run_job(job)
-        assert published is not None
-        return published
+        return _run(job, None, record)
     work = refresh.find_work(job, base)
     if work is None:
         return refresh.unchanged(base)
     needs = refresh.preflight(job, work)
-    return _work(job, "refresh", needs, lambda runner, seen: refresh.run(job, runner, seen))
+    order = Order(job, "refresh", needs, record)
+    return _work(order, lambda runner, seen: refresh.run(job, runner, seen))
 
 
 def roll_back(job: Job, run: str | None) -> history.Entry:
@@ -83,9 +103,19 @@ def roll_back(job: Job, run: str | None) -> history.Entry:
     return found
 
 
-def _work(job: Job, command: str, needs: flow.Preflight, go: Callable[[Runner, Observer], T]) -> T:
+class Order(NamedTuple):
+    """What is to be done, what it needs and where its figures go."""
+
+    job: Job
+    command: str
+    needs: flow.Preflight
+    record: Record
+
+
+def _work(order: Order, go: Callable[[Runner, Observer], T]) -> T:
     """What `go` returns, run under the lease of the output on workers that are large enough."""
     console = Console(stderr=True)
+    job, command, needs, record = order
     flow.check_output(job)
     try:
         with (
@@ -97,16 +127,16 @@ def _work(job: Job, command: str, needs: flow.Preflight, go: Callable[[Runner, O
                 raise ConfigError(shortage)
             for warning in needs.warnings:
                 logging.getLogger("lakemap").warning("%s", warning)
-            return _watched(lambda observer: go(runner, observer))
+            return _watched(record, lambda observer: go(runner, observer))
     except KeyboardInterrupt:
         line = "stopped; finished partitions are kept, the same command goes on from here"
         console.print(line, highlight=False, soft_wrap=True)
         raise typer.Exit(STOPPED) from None
 
 
-def _watched(go: Callable[[Observer], T]) -> T:
+def _watched(record: Record, go: Callable[[Observer], T]) -> T:
     with make_observer(Console(stderr=True)) as observer:
-        return go(observer)
+        return go(record.watch(observer))
 
 
 def _announce(console: Console, link: str) -> None:

@@ -173,6 +173,13 @@ class GatesConfig:
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
+class MetricsConfig:
+    """Where figures for operators go after a run; never part of what the results depend on."""
+
+    textfile: str | None = None
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
 class Job:
     """A whole job file."""
 
@@ -188,6 +195,7 @@ class Job:
     evaluate: EvaluateConfig = EvaluateConfig()
     gates: GatesConfig = GatesConfig()
     cluster: ClusterConfig = ClusterConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def affinity_kind(self) -> Literal["gaussian", "umap"]:
@@ -230,7 +238,14 @@ def build_job(data: Mapping[str, Any], where: str, base: Path) -> Job:
     _check_together(job, where)
     source = replace(job.input, path=_absolute(job.input.path, base))
     cluster = place_files(job.cluster, base)
-    return replace(job, input=source, output=_absolute(job.output, base), cluster=cluster)
+    textfile = job.metrics.textfile and _absolute(job.metrics.textfile, base)
+    return replace(
+        job,
+        input=source,
+        output=_absolute(job.output, base),
+        cluster=cluster,
+        metrics=replace(job.metrics, textfile=textfile),
+    )
 
 
 def _absolute(path: str, base: Path) -> str:
@@ -327,6 +342,12 @@ def _check_together(job: Job, where: str) -> None:
     _check_training(job.train, where)
     _check_map(job, where)
     check_cluster(job.cluster, where)
+    textfile = job.metrics.textfile
+    if textfile is not None and ("://" in textfile or not textfile.endswith(".prom")):
+        raise ConfigError(
+            f"{where}: metrics.textfile is {textfile!r}; it must be a path that ends in .prom, "
+            "or node exporter does not read it"
+        )
     if job.input.partition_bytes < 1 << 16:
         raise ConfigError(
             f"{where}: input.partition_bytes is {job.input.partition_bytes}; "

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -216,6 +217,41 @@ def test_stages_one_by_one_make_the_run(job: Path, tmp_path: Path, capsys: Captu
     assert refused.err.startswith("lakemap: gate trustworthiness: ")
     assert f"lakemap: {document(refused)['error']}\n" == refused.err
     assert tree(tmp_path) == before
+
+
+def test_status_is_enough_for_a_dashboard(job: Path, tmp_path: Path, capsys: Capture) -> None:
+    nothing = document(call_cli(capsys, "status", job, "--json"))
+    assert (nothing["job"], nothing["current"], nothing["published"]) == ("blobs", None, None)
+    assert {stage["share"] for stage in nothing["stages"]} == {0}
+    assert "published: nothing yet" in call_cli(capsys, "status", job).out
+
+    ran = document(call_cli(capsys, "run", job, "--json"))
+    found = document(call_cli(capsys, "status", job, "--json"))
+    published = found["published"]
+    assert (published["run"], published["folder"]) == (ran["run"], ran["folder"])
+    assert (published["metrics"], published["lake_changed"]) == (ran["metrics"], False)
+    moment = datetime.fromtimestamp((tmp_path / "maps/CURRENT").stat().st_mtime, UTC)
+    assert abs(datetime.fromisoformat(published["since"]) - moment) <= timedelta(seconds=1)
+    for stage in found["stages"]:
+        assert (stage["share"], stage["n_done"]) == (1, stage["n_parts"])
+        assert stage["wall_seconds"] > 0
+        assert stage["rows_per_task_second"] == stage["n_rows"] / stage["task_seconds"]
+        assert (tmp_path / "maps" / stage["store"] / "manifest.json").exists()
+    assert "the lake is as it was" in call_cli(capsys, "status", job).out
+
+    embed = tmp_path / "maps" / found["stages"][-4]["store"]
+    (embed / "manifest.json").unlink()
+    (embed / "commits/000000.json").unlink()
+    half = document(call_cli(capsys, "status", job, "--json"))["stages"][-4]
+    assert (half["name"], half["state"], half["share"]) == ("embed", "partial", 0.5)
+    assert (half["n_rows"], half["wall_seconds"]) == (149, None)
+    assert half["task_seconds"] > 0
+
+    (tmp_path / "lake/part-1.parquet").unlink()
+    changed = document(call_cli(capsys, "status", job, "--json"))
+    assert (changed["published"]["run"], changed["published"]["lake_changed"]) == (ran["run"], True)
+    assert {stage["state"] for stage in changed["stages"]} == {"waiting"}
+    assert "the lake has changed since" in call_cli(capsys, "status", job).out
 
 
 def test_run_writes_one_document_and_all_else_to_stderr(job: Path, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_gates_and_name_redo_the_publish_step_alone(done: Finished, tmp_path: Pa
         ("train", {"steps": 31}, {"draw", "edges", "train", "publish"}),
         ("affinity", {"perplexity": 4}, {"affinity", "publish"}),
         ("cluster", {"kind": "local", "workers": 3, "memory": "1GiB"}, set()),
+        ("metrics", {"textfile": "blobs.prom"}, set()),
     ],
 )
 def test_a_setting_touches_the_stages_it_is_for(

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline import history
 from pipeline.cluster_config import ClusterConfig
-from pipeline.config import GatesConfig, Job, to_yaml
+from pipeline.config import GatesConfig, Job, MetricsConfig, to_yaml
 from pipeline.curves import draw_curves
 from pipeline.errors import GateError, StageError
 from pipeline.lake import CHANGED
@@ -83,9 +83,9 @@ class PublishSettings:
 
 
 def settings(job: Job) -> PublishSettings:
-    """Name, gates and the job's text, less the cluster, on which nothing depends."""
-    text = to_yaml(replace(job, cluster=ClusterConfig()))
-    return PublishSettings(job.name, job.gates, text, job_settings(job))
+    """Name, gates and the job's text, less cluster and metrics, on which nothing depends."""
+    plain = replace(job, cluster=ClusterConfig(), metrics=MetricsConfig())
+    return PublishSettings(job.name, job.gates, to_yaml(plain), job_settings(job))
 
 
 def estimate(_: Job, __: Shape) -> Estimate:
