@@ -27,8 +27,20 @@ from tests.data import (
     write_parquet,
 )
 
-COMMANDS = ("demo", "init", "plan", "run", "refresh", "rollback", "history", "stage", "status")
-COMMANDS += ("report", "verify", "gc")
+COMMANDS = [
+    "demo",
+    "init",
+    "plan",
+    "run",
+    "refresh",
+    "rollback",
+    "history",
+    "stage",
+    "status",
+    "report",
+    "verify",
+    "gc",
+]
 Capture = pytest.CaptureFixture[str]
 
 

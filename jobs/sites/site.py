@@ -20,6 +20,7 @@ WORKER_ENVIRONMENT = {
     "MKL_NUM_THREADS": 1,
     "OPENBLAS_NUM_THREADS": 1,
     "GOMP_SPINCOUNT": 10_000,
+    "MALLOC_ARENA_MAX": 2,  # a new thread for every task would otherwise mean a new heap
 }
 WATCHER_BYTES = 256 << 20  # of the process beside a worker that starts it anew
 MEMORY_SHARE = 0.98  # of a worker's memory; one that needs more is started anew

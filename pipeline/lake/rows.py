@@ -188,11 +188,10 @@ def _value_faults(vectors: Matrix, reject_zero: bool) -> Faults:
 
 def _sums(vectors: Matrix) -> Matrix:
     """The rows' sums: not finite if a value is not, and many times faster than to look at each."""
-    if vectors.dtype != np.float32:
-        return vectors.sum(axis=1, dtype=np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        sums: Matrix = vectors @ np.ones(vectors.shape[1], np.float32)
-    return sums
+        if vectors.dtype != np.float32:
+            return np.asarray(vectors.sum(axis=1, dtype=np.float32))
+        return np.asarray(vectors @ np.ones(vectors.shape[1], np.float32))
 
 
 def _bad_rows(block: Block, faults: Faults) -> pa.Table:
