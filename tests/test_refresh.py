@@ -223,11 +223,13 @@ def test_a_refresh_that_has_nothing_to_do_writes_nothing(
 
 
 def test_night_after_night_without_stores(job: Job, lake: Path) -> None:
+    given: set[int] = set()
     for night in range(3):
         shutil.rmtree(Path(job.output) / "stores")  # the run's folder is all a refresh needs
         write_file(lake / f"n{night}.parquet", some(60, 20 + night), 20_000 + 100 * night)
         published = refresh_job(job)
         check_run(published, lake)
+        given |= {part.number for part in load_snapshot(published.run).parts}
     assert [entry.action for entry in history.entries(Folder(job.output))] == [
         "run",
         *["refresh"] * 3,
@@ -236,8 +238,13 @@ def test_night_after_night_without_stores(job: Job, lake: Path) -> None:
     published = refresh_job(job)
     check_run(published, lake)
     assert published.metrics["rows_removed"] == 60
+    given |= {part.number for part in load_snapshot(published.run).parts}
+    write_file(lake / "n4.parquet", some(60, 24), 24_000)
+    published = refresh_job(job)
+    check_run(published, lake)
     numbers = [part.number for part in load_snapshot(published.run).parts]
     assert len(set(numbers)) == len(numbers)
+    assert sum(number not in given for number in numbers) == 1  # none is given twice
 
 
 def test_workers_make_the_same_map(job: Job, lake: Path, dask_runner: Runner) -> None:
