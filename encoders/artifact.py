@@ -144,7 +144,7 @@ class Encoder:
             return network.eval()
         projection = torch.from_numpy(components.T)
         bias = torch.zeros(len(projection))
-        return torch.nn.Sequential(_PaddedLinear(projection, bias), network).eval()
+        return torch.nn.Sequential(PaddedLinear(projection, bias), network).eval()
 
 
 def set_threads(n: int) -> None:
@@ -210,7 +210,7 @@ def _checked_tensors(
     return tensors
 
 
-class _PaddedLinear(torch.nn.Module):
+class PaddedLinear(torch.nn.Module):
     """A linear layer whose product has widths that are multiples of WIDTH_UNIT, padded by zeros."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
@@ -232,7 +232,7 @@ def _pad_linears(module: torch.nn.Module) -> torch.nn.Module:
     """The module with its linear layers, at any depth, replaced by padded ones."""
     if isinstance(module, torch.nn.Linear):
         bias = torch.zeros(module.out_features) if module.bias is None else module.bias
-        return _PaddedLinear(module.weight, bias)
+        return PaddedLinear(module.weight, bias)
     for name, child in module.named_children():
         setattr(module, name, _pad_linears(child))
     return module

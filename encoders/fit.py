@@ -83,6 +83,18 @@ class Fitted(NamedTuple):
     telemetry: dict[str, Array]
 
 
+class Anchors(NamedTuple):
+    """Places, (n, 2) float32, near which rows are held; NaN where a row is free.
+
+    Holding adds pull * (d / size)^2 to a point's loss, d being its distance from its place and
+    size the diameter of the map the places are of.
+    """
+
+    places: Array
+    size: float
+    pull: float
+
+
 class Trained(NamedTuple):
     """What a run trains, on what, and to what end."""
 
@@ -90,6 +102,7 @@ class Trained(NamedTuple):
     preprocessing: Preprocessing
     network: torch.nn.Module
     objective: Objective
+    anchors: Anchors | None = None
 
 
 def fit(
@@ -109,7 +122,7 @@ def fit(
     telemetry.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, preprocessing, network, objective = trained
+    rows, preprocessing, network, objective, anchors = trained
     training = _start(trained, config, device)
     optimizer = training.optimizer
     first = 0 if resume is None else checkpoint.restore(training, resume)
@@ -124,7 +137,7 @@ def fit(
                 y = network(ready).float()
             pair = objective(y.detach(), _batch(drawn, device), exaggeration(config, step))
             optimizer.zero_grad()
-            y.backward(pair.gradient)
+            y.backward(pair.gradient + hold(y.detach(), drawn.rows, anchors))
             layers = _clip_layers(network, config.clip_layer)
             if not math.isfinite(pair.loss) or math.isnan(pair.largest + layers.largest):
                 raise DivergedError(_blame(step, drawn.rows, y.detach(), pair.gradient, config))
@@ -209,6 +222,8 @@ def _settings_digest(trained: Trained, config: FitConfig) -> bytes:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     digest.update(steps.centre.tobytes())
     digest.update(b"" if steps.components is None else steps.components.tobytes())
+    if trained.anchors is not None:
+        digest.update(trained.anchors.places.tobytes() + repr(trained.anchors[1:]).encode())
     for name, weight in trained.network.state_dict().items():  # as they are before the first step
         digest.update(name.encode() + weight.cpu().numpy().tobytes())
     return digest.digest()
@@ -244,6 +259,15 @@ def shaken(ready: torch.Tensor, n_edges: int, config: FitConfig, step: int) -> t
     gap = gap.where(gap.isfinite(), 0.0)  # a row that is not a number stays the only one to blame
     size = gap.repeat(2, 1) * (config.noise / math.sqrt(ready.shape[1]))
     return torch.cat([ends + size * noise, ready[2 * n_edges :]])
+
+
+def hold(y: torch.Tensor, rows: Array, anchors: Anchors | None) -> torch.Tensor:
+    """The gradient, (p, 2), that holds the points of these rows near their places."""
+    if anchors is None:
+        return torch.zeros_like(y)
+    places = torch.from_numpy(anchors.places[rows]).to(y.device)
+    away = (y - places).where(places.isfinite(), 0.0)
+    return away * (2 * anchors.pull / (anchors.size**2 * len(y)))
 
 
 def _fits(n_bytes: int, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ def check_after(name: str, manifest: Manifest, job: Job) -> None:
     probabilities = name == "symmetrize" and job.affinity_kind == "gaussian"
     if probabilities and abs(manifest.metrics["mass"] - 1) > 1e-5:
         raise StageError(f"symmetrize: P sums to {manifest.metrics['mass']}, must be 1")
-    if name in ("recall", "evaluate"):
+    if name in ("recall", "displacement", "evaluate"):
         check_gates(job.gates, manifest.metrics)
 
 

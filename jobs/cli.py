@@ -101,12 +101,19 @@ def run(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -
 
 
 @app.command()
-def refresh(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
+def refresh(
+    job_file: JobFile,
+    retrain: Annotated[
+        bool, typer.Option("--retrain", help="Train the encoder again, whatever the drift.")
+    ] = False,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
     """Bring the published map to today's lake; rows that stay do not move."""
     from jobs.work import refresh_job
     from pipeline.config import load_job
 
-    _show_published(refresh_job(load_job(job_file, overrides or ())), as_json)
+    _show_published(refresh_job(load_job(job_file, overrides or ()), again=retrain), as_json)
 
 
 @app.command()

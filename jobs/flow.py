@@ -252,7 +252,7 @@ def _run_once(job: Job, runner: Runner, observer: Observer, only: str | None) ->
     after = history.start(root)
     stores: dict[str, Store] = {}
     worked = False
-    refs = {"lake": _snapshot_ref(job)}
+    refs = {"lake": snapshot_ref(job)}
     for group, stages in GROUPS.items():
         for stage in stages:
             worked = worked or _find(stage, refs, root, job) is None
@@ -272,7 +272,8 @@ def _run_once(job: Job, runner: Runner, observer: Observer, only: str | None) ->
     return Published(run_folder, metrics, changed or worked)
 
 
-def _snapshot_ref(job: Job) -> StoreRef:
+def snapshot_ref(job: Job) -> StoreRef:
+    """The lake as it is, as a stage gets it."""
     snapshot = take_snapshot(ingest.lake_source(job))
     return StoreRef(Folder(job.input.path), snapshot.digest)
 
@@ -297,7 +298,7 @@ def _locate(stage: Stage[Any], refs: Mapping[str, StoreRef], root: Folder, job: 
 def status(job: Job) -> list[StageStatus]:
     """How far each step is; those after an unfinished one are waiting."""
     root = Folder(job.output)
-    refs = {"lake": _snapshot_ref(job)}
+    refs = {"lake": snapshot_ref(job)}
     found: list[StageStatus] = []
     for stage in STAGES:
         if any(name not in refs for name in stage.reads):

@@ -1,10 +1,12 @@
 """The refresh: the published map brought to today's lake, without moving a row that stays."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jobs import retrain
 from jobs.checks import check_bad_rows
 from jobs.flow import Preflight, Published, repairing
 from pipeline import history
@@ -23,6 +25,7 @@ from pipeline.runner import Runner
 from pipeline.runs import RunFile, assemble, load_manifest, run_name
 from pipeline.stage import Observer, Shape, Stage, StoreRef, locate, run_stage
 from pipeline.stages import embed, ingest, publish
+from pipeline.stages.drift import DRIFT
 from pipeline.stages.embed import EMBED
 from pipeline.stages.ingest import INGEST
 from pipeline.stages.refresh import (
@@ -36,7 +39,9 @@ from pipeline.stages.refresh import (
 )
 from pipeline.stores import Folder
 
-STAGES: tuple[Stage[Any], ...] = (ENCODER, INGEST, EMBED, TALLY, REPUBLISH)
+log = logging.getLogger("lakemap")
+
+STAGES: tuple[Stage[Any], ...] = (ENCODER, INGEST, EMBED, DRIFT, TALLY, REPUBLISH)
 CARRIED = ("model/", "telemetry.parquet")  # of the run before, beside the map
 
 
@@ -105,10 +110,13 @@ def preflight(job: Job, work: Work) -> Preflight:
     return Preflight(shape, plan.n_files, n_bytes, plan.warnings, estimates)
 
 
-def run(job: Job, runner: Runner, observer: Observer) -> Published:
-    """The published run, refreshed; the run as it was if there is nothing to do."""
-    names = {stage.name for stage in STAGES}
-    return repairing(lambda: _run_once(job, runner, observer), names)
+def run(job: Job, runner: Runner, observer: Observer, *, again: bool = False) -> Published:
+    """The published run, refreshed; the run as it was if there is nothing to do.
+
+    With `again`, or where the new rows have drifted too far, the encoder is trained again.
+    """
+    names = {stage.name for stage in (*STAGES, *retrain.make_stages(True))}
+    return repairing(lambda: _run_once(job, runner, observer, again), names)
 
 
 def unchanged(base: Base) -> Published:
@@ -119,15 +127,21 @@ def unchanged(base: Base) -> Published:
     return Published(base.run, metrics, changed=False)
 
 
-def _run_once(job: Job, runner: Runner, observer: Observer) -> Published:
+def _run_once(job: Job, runner: Runner, observer: Observer, again: bool) -> Published:
     root = Folder(job.output)
     history.start(root)
     base = find_base(job)
     assert base is not None, "the caller has seen one"
+    if again:
+        return retrain.run(job, base.after, None, runner, observer)
     work = find_work(job, base)
     if work is None:
         return unchanged(base)
     stores = _make_stores(job, work, runner, observer)
+    if "republish" not in stores:
+        found = stores["drift"]
+        drift = StoreRef(found.folder, found.manifest.digest)
+        return retrain.run(job, base.after, drift, runner, observer)
     store = stores["republish"]
     metrics = json.loads(store.file(store.records[0], "metrics.json"))
     folder = root.join(f"runs/{run_name(store.folder)}")
@@ -138,7 +152,7 @@ def _run_once(job: Job, runner: Runner, observer: Observer) -> Published:
 
 
 def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> dict[str, Store]:
-    """The stores of all steps; a gate may refuse on the way."""
+    """The stores of all steps; a gate may refuse on the way, drift may end them early."""
     base, root = work.base, Folder(job.output)
     lake = Folder(job.input.path)
     refs = {
@@ -166,10 +180,20 @@ def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> di
     kept = [part.number for part in work.kept]
     parts = all_parts(base.map, kept, checked, placed)
     publish.check_gates(job.gates, count_rows(parts, base.map, vars(work.delta.changes)))
+    if must_retrain(make(DRIFT).manifest.metrics):
+        return stores
     make(TALLY, plan_tally(base.map, work.kept, work.gone, placed))
     files = {file.path: (file.size, file.etag) for file in work.snapshot.files}
     make(REPUBLISH, plan_republish(work.kept, files, work.delta.changes))
     return stores
+
+
+def must_retrain(drift: Mapping[str, Any]) -> bool:
+    """Whether the new rows have drifted too far; drift is told of in any case."""
+    if drift["drift"] in ("warn", "retrain"):
+        what = "the encoder is trained again" if drift["drift"] == "retrain" else "look at the map"
+        log.warning("drift: %s; %s", ", ".join(drift["drift_reasons"]), what)
+    return bool(drift["drift"] == "retrain")
 
 
 def _write_plan(

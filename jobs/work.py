@@ -30,9 +30,12 @@ def run_job(job: Job, only: str | None = None) -> flow.Published | None:
     return _recorded(job, lambda record: _run(job, only, record))
 
 
-def refresh_job(job: Job) -> flow.Published:
-    """Bring the published map to today's lake; make the first map where there is none."""
-    found = _recorded(job, lambda record: _refresh(job, record))
+def refresh_job(job: Job, *, again: bool = False) -> flow.Published:
+    """Bring the published map to today's lake; make the first map where there is none.
+
+    With `again` the encoder is trained again, in place.
+    """
+    found = _recorded(job, lambda record: _refresh(job, again, record))
     assert found is not None
     return found
 
@@ -63,17 +66,21 @@ def _run(job: Job, only: str | None, record: Record) -> flow.Published | None:
     return _work(order, lambda runner, seen: flow.run(job, runner, seen, only))
 
 
-def _refresh(job: Job, record: Record) -> flow.Published | None:
+def _refresh(job: Job, again: bool, record: Record) -> flow.Published | None:
     flow.check_place(job)
     base = refresh.find_base(job)
     if base is None:
         return _run(job, None, record)
-    work = refresh.find_work(job, base)
-    if work is None:
-        return refresh.unchanged(base)
-    needs = refresh.preflight(job, work)
+    if again:
+        flow.check_installation()
+        needs = flow.preflight(job)
+    else:
+        work = refresh.find_work(job, base)
+        if work is None:
+            return refresh.unchanged(base)
+        needs = refresh.preflight(job, work)
     order = Order(job, "refresh", needs, record)
-    return _work(order, lambda runner, seen: refresh.run(job, runner, seen))
+    return _work(order, lambda runner, seen: refresh.run(job, runner, seen, again=again))
 
 
 def roll_back(job: Job, run: str | None) -> history.Entry:

@@ -162,6 +162,7 @@ class GatesConfig:
     """Measured qualities below which nothing is published; None is no gate.
 
     rows_lost: a refresh may leave the map with this share fewer rows than were published, no more.
+    displacement: a retraining may move 95% of the rows by this share of the map's diameter at most.
     """
 
     recall: Share | None = 0.90
@@ -170,6 +171,39 @@ class GatesConfig:
     neighbor_recall: Share | None = None
     accuracy: Share | None = None
     rows_lost: Share | None = 0.5
+    displacement: Share | None = 0.25
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class WarnConfig:
+    """Drift of a refresh's new rows above which it warns; None is never."""
+
+    novel_share: Share | None = 0.03
+    occupancy_shift: Share | None = 0.4
+    domain_auc: Share | None = 0.7
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class RetrainConfig:
+    """Drift above which a refresh trains the encoder again; None is never.
+
+    Only novel rows are what the encoder lacks: another mix of known rows, which the other two
+    notice as well, has its places on the map already.
+    """
+
+    novel_share: Share | None = 0.1
+    occupancy_shift: Share | None = None
+    domain_auc: Share | None = None
+
+
+@dataclass(frozen=True, config=_STRICT_KEYS)
+class DriftConfig:
+    """How a refresh judges its new rows; `rows`: fewer than these are not judged."""
+
+    rows: Annotated[int, Field(ge=20)] = 200
+    warn: WarnConfig = WarnConfig()
+    retrain: RetrainConfig = RetrainConfig()
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, config=_STRICT_KEYS)
@@ -194,6 +228,7 @@ class Job:
     embed: EmbedConfig = EmbedConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     gates: GatesConfig = GatesConfig()
+    drift: DriftConfig = DriftConfig()
     cluster: ClusterConfig = ClusterConfig()
     metrics: MetricsConfig = MetricsConfig()
 
@@ -341,6 +376,7 @@ def _check_together(job: Job, where: str) -> None:
         )
     _check_training(job.train, where)
     _check_map(job, where)
+    _check_drift(job.drift, where)
     check_cluster(job.cluster, where)
     textfile = job.metrics.textfile
     if textfile is not None and ("://" in textfile or not textfile.endswith(".prom")):
@@ -355,7 +391,19 @@ def _check_together(job: Job, where: str) -> None:
         )
 
 
-MAP_COLUMNS = ("id", "x", "y", "label", "morton")
+def _check_drift(drift: DriftConfig, where: str) -> None:
+    """Thresholds that contradict each other."""
+    for field in fields(WarnConfig):
+        warn, retrain = getattr(drift.warn, field.name), getattr(drift.retrain, field.name)
+        if warn is not None and retrain is not None and warn > retrain:
+            raise ConfigError(
+                f"{where}: drift.warn.{field.name} is {warn:g}, drift.retrain.{field.name} is "
+                f"{retrain:g}; the warning must not come after the retraining: lower the first or "
+                "raise the second"
+            )
+
+
+MAP_COLUMNS = ("id", "x", "y", "label", "novelty", "morton")
 
 
 def _check_map(job: Job, where: str) -> None:

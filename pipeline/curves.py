@@ -1,4 +1,4 @@
-"""The training as curves: telemetry in, SVG text out."""
+"""Training and drift as curves: telemetry in, SVG text out."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,10 +50,7 @@ def draw_curves(telemetry: Mapping[str, NDArray[Any]]) -> str:
                 axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
         figure.align_ylabels()
         clipped.set_xlabel("step")
-        unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        text = save_figure(figure, "svg", unwanted).decode()
-    # The XML prolog is not allowed inside a page.
-    return text[text.index("<svg") :]
+        return _svg(figure)
 
 
 def _bin(telemetry: Mapping[str, NDArray[Any]], name: str) -> Bins:
@@ -134,3 +131,36 @@ def _mark_exaggeration(panels: Sequence[Axes], telemetry: Mapping[str, NDArray[A
     across = panels[0].get_xaxis_transform()
     place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "top"}
     panels[0].annotate("exaggeration ends", (step, 1), xycoords=across, color=FAINT, **place)
+
+
+def draw_drift(log: Mapping[str, Sequence[Any]]) -> str:
+    """SVG text of the drift scores of every refresh that was judged; no text if none was.
+
+    Columns: at, action, novel_share, occupancy_shift, domain_auc.
+    """
+    judged = [i for i, share in enumerate(log["novel_share"]) if share is not None]
+    if not judged:
+        return ""
+    with mpl.rc_context({"svg.hashsalt": "lakemap", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9, 2.8), facecolor="white", layout="constrained")
+        axes = figure.subplots()
+        for colour, name in enumerate(("novel_share", "occupancy_shift", "domain_auc")):
+            found = [log[name][i] for i in judged]
+            axes.plot(judged, found, marker="o", markersize=4, color=PALETTE[colour], label=name)
+        for i in (i for i in judged if log["action"][i] == "retrain"):
+            axes.axvline(i, color=FAINT, linestyle=":", linewidth=1)
+            axes.annotate("retrained", (i, 1.0), color=FAINT, rotation=90, va="top", ha="right")
+        axes.set(ylim=(0, 1.02), xlim=(judged[0] - 0.5, judged[-1] + 0.5))
+        step = -(-len(judged) // 12)
+        axes.set_xticks(judged[::step], [log["at"][i][:10] for i in judged[::step]])
+        axes.grid(color="#e5e7eb", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as SVG text to put inside a page."""
+    unwanted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    text = save_figure(figure, "svg", unwanted).decode()
+    return text[text.index("<svg") :]  # the XML prolog is not allowed there

@@ -89,19 +89,11 @@ def rasterize(
 
 def draw_map(raster: Raster, title: str) -> bytes:
     """PNG of the map, 1440 by 1200 pixels; equal rasters give equal bytes."""
-    groups = _group_categories(raster)
-    n_rows = sum(group.n_rows for group in groups)
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor="white")
     axes = figure.add_axes(_rectangle(MAP_LEFT, MAP_BOTTOM, MAP_SIDE, MAP_SIDE))
-    mixed, radius = _mix(groups)
-    scale = _equalize(mixed[..., 3])
-    has_labels = raster.categories != ("",)
-    image = _tint(mixed, scale) if has_labels else _shade(mixed[..., 3], scale)
-    axes.imshow(
-        image, origin="lower", extent=raster.extent, interpolation="bilinear", aspect="equal"
-    )
-    _frame(axes)
-    if has_labels:
+    groups, scale, radius = paint(axes, raster)
+    n_rows = sum(group.n_rows for group in groups)
+    if raster.categories != ("",):
         _draw_legend(figure, groups)
         if len(raster.categories) <= len(PALETTE):
             _draw_names(axes, groups)
@@ -110,6 +102,20 @@ def draw_map(raster: Raster, title: str) -> bytes:
     _write(figure, MAP_LEFT, HEIGHT - 36, _shorten(title, 90), size=17, weight="bold")
     _write(figure, MAP_LEFT, 32, _caption(n_rows, raster.n_outside), size=11, color=FAINT)
     return save_figure(figure, "png", {"Software": None})
+
+
+def paint(axes: Axes, raster: Raster) -> tuple[list[Group], Scale, int]:
+    """What was painted on the axes: groups, the scale of shades, the radius rows were spread by."""
+    groups = _group_categories(raster)
+    mixed, radius = _mix(groups)
+    scale = _equalize(mixed[..., 3])
+    has_labels = raster.categories != ("",)
+    image = _tint(mixed, scale) if has_labels else _shade(mixed[..., 3], scale)
+    axes.imshow(
+        image, origin="lower", extent=raster.extent, interpolation="bilinear", aspect="equal"
+    )
+    _frame(axes)
+    return groups, scale, radius
 
 
 def _rectangle(

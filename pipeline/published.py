@@ -199,6 +199,15 @@ def read_density(
     return counts
 
 
+def published_raster(run: Folder, pixels: int) -> Raster:
+    """The picture of a published run as rows per pixel."""
+    found, manifest = load_snapshot(run), load_manifest(run)
+    assert manifest is not None, "its snapshot was read"
+    data = read_file(run, manifest["files"], DENSITY)
+    counts = read_density(data, len(found.categories), pixels)
+    return Raster(counts, found.categories, found.extent, found.n_mapped - int(counts.sum()))
+
+
 def check_rows(parts: Iterable[MapPart]) -> str | None:
     """What is wrong if some partition's rows are not all on the map or in the quarantine."""
     for part in parts:

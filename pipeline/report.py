@@ -59,6 +59,26 @@ class RowCount:
 
 
 @dataclass(frozen=True)
+class Score:
+    """A measure of drift, with what it means; None is not measured, or no threshold."""
+
+    name: str
+    value: float | None
+    warn: float | None
+    retrain: float | None
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How new a refresh's rows were; `curve` is SVG text of all refreshes."""
+
+    verdict: str
+    scores: tuple[Score, ...]
+    curve: str
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything the page says. `picture` is a PNG, `curves` SVG text; the rest is untrusted."""
 
@@ -78,6 +98,8 @@ class Report:
     job: str
     versions: tuple[tuple[str, str], ...]
     changes: tuple[tuple[str, int, int], ...] = ()  # of a refresh: what, files, rows
+    drift: Drift | None = None
+    moved: bytes | None = None  # a PNG of the map before and after a retraining
     trained_in: str = ""  # the run that measured the metrics, if it was not this one
 
 
@@ -100,6 +122,7 @@ def render_report(report: Report) -> str:
     return environment.get_template(TEMPLATE.name).render(
         report=report,
         picture=b64encode(report.picture).decode(),
+        moved=b64encode(report.moved or b"").decode(),
         n_refused=sum(not gate.passed for gate in report.gates),
         longest=max((stage.wall_seconds for stage in report.stages), default=0) or 1,
     )

@@ -51,8 +51,9 @@ QUICK: dict[str, Any] = {
     "input": {"label": "blob", "holdout": "test", "max_bad_fraction": 0.05},
     "train": {"steps": 4},
     "gates": {"trustworthiness": None},
+    "drift": {"retrain": {"novel_share": None}},  # other seeds have other blobs
 }
-STEPS = ["encoder", "ingest", "embed", "tally", "republish"]
+STEPS = ["encoder", "ingest", "embed", "drift", "tally", "republish"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +16,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from encoders.artifact import EMBED_BATCH, Encoder
+from encoders.reference import REFERENCE_FILE, Reference
 from pipeline.config import EmbedConfig, Job
 from pipeline.errors import InputError
 from pipeline.kernels.morton import morton_keys
+from pipeline.kernels.sampling import draw_positions
 from pipeline.lake import CHANGED, Rows, Source
 from pipeline.manifest import Part, Plan, Record, Store, open_store
 from pipeline.partitions import Partition
@@ -30,6 +33,9 @@ MOST_LABELS = 1000
 COLOURED_LABELS = 20
 NOT_FINITE = "coordinates not finite"
 MOST_FOLDERS = 1000  # of one partition: more are no longer folders but rows
+PUBLISHED_ENCODER = "encoder"  # the step that carries it to a refresh, in place of train
+NOVEL = 0.99  # rows above this novelty are novel: one in a hundred where nothing has changed
+DRIFT_ROWS = 10_000  # new rows that occupancy and the classifier are measured on
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 NOWHERE = np.empty((0, 2), np.float32)
 NO_PLACES = pa.table(
@@ -109,6 +115,16 @@ def placing(encoder: Encoder) -> Iterator[Places]:
         yield Places(encoder, thread)
 
 
+@lru_cache(maxsize=2)
+def load_reference(ref: StoreRef) -> Reference | None:
+    """What the published encoder was trained on; None of one that this run trained."""
+    store = open_store(ref.folder, ref.digest)
+    if store.manifest.stage != PUBLISHED_ENCODER:
+        return None
+    data = store.file(store.records[0], REFERENCE_FILE)
+    return Reference.from_bytes(data, load_encoder(ref))
+
+
 def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) -> Part:
     """A partition's map; rows that cannot be placed are set aside with the reason."""
     ingest, config = context.read("ingest"), context.settings.embed
@@ -120,6 +136,8 @@ def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) ->
     columns = {"id": rows.ids, "x": pa.array(xy[:, 0]), "y": pa.array(xy[:, 1])}
     if rows.labels is not None:
         columns["label"] = rows.labels
+    seen = judge_rows(context, partition, rows.vectors, xy)
+    columns["novelty"] = pa.array(seen.novelty) if seen else pa.nulls(len(xy), pa.float32())
     columns |= {name: rows.passed[name].combine_chunks() for name in config.columns}
     table = pa.table(columns).filter(pa.array(mapped))
     if config.spatial_key:
@@ -134,8 +152,53 @@ def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) ->
         "n_changed": record.n_rows - len(rows.vectors),
         "labels": _count_labels(table),
     }
-    arrays = {} if order is None else {"order": order}
+    arrays: dict[str, NDArray[Any]] = {} if order is None else {"order": order}
+    if seen is not None:
+        metrics["n_novel"] = int((seen.novelty[mapped] > NOVEL).sum())
+        if len(seen.drawn):
+            arrays["drawn"] = seen.drawn
     return Part(table.num_rows, arrays=arrays, tables=tables, metrics=metrics)
+
+
+class Judged(NamedTuple):
+    """How new a partition's rows are, and those of them that drift is measured on.
+
+    novelty: (n,) float32. drawn: (m, 2 + v) float32, place and view; see `Reference`.
+    """
+
+    novelty: NDArray[np.float32]
+    drawn: NDArray[np.float32]
+
+
+def judge_rows(
+    context: Context[EmbedSettings],
+    partition: Partition,
+    vectors: NDArray[Any],
+    xy: NDArray[np.float32],
+) -> Judged | None:
+    """How new the rows are to a published encoder; None to one that this run trained.
+
+    Its training rows are what novelty is measured by, and they are a sample of these rows.
+    """
+    reference = load_reference(context.inputs["train"])
+    if reference is None:
+        return None
+    starts, drawn = _drawn_rows(context.inputs["ingest"])
+    start = starts[partition.index]
+    low, high = np.searchsorted(drawn, [start, start + len(vectors)])
+    some = drawn[low:high] - start
+    some = some[np.isfinite(xy[some]).all(axis=1)]
+    return Judged(
+        reference.score(vectors), np.concatenate([xy[some], reference.view(vectors[some])], axis=1)
+    )
+
+
+@lru_cache(maxsize=2)
+def _drawn_rows(ref: StoreRef) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each partition's good rows start among all, and the rows to measure drift on."""
+    ingest = open_store(ref.folder, ref.digest)
+    starts = np.cumsum([0, *(record.n_rows for record in ingest.records)], dtype=np.int64)
+    return starts, np.sort(draw_positions(int(starts[-1]), DRIFT_ROWS, [crc32(b"drift")]))
 
 
 def arrange(
@@ -259,7 +322,7 @@ def _natural(label: str) -> tuple[int, float, str]:
 
 EMBED = Stage(
     name="embed",
-    version=2,
+    version=3,
     reads=("ingest", "train"),
     settings=settings,
     estimate=estimate,

@@ -21,7 +21,9 @@ import numpy as np
 import pyarrow as pa
 
 from encoders.artifact import HEADER_FILE, WEIGHTS_FILE, ArtifactError, Encoder
+from encoders.reference import REFERENCE_FILE, Reference
 from pipeline.config import Job
+from pipeline.drift_log import drift_section, extend_log
 from pipeline.errors import InputError, StageError
 from pipeline.lake.delta import Changes
 from pipeline.manifest import Part, Plan, Record, Store
@@ -42,7 +44,13 @@ from pipeline.runner import Report as Progress
 from pipeline.runs import load_manifest, read_file, run_name
 from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
 from pipeline.stages import publish
-from pipeline.stages.embed import COLOURED_LABELS, HIVE_NULL, label_text, map_names
+from pipeline.stages.embed import (
+    COLOURED_LABELS,
+    HIVE_NULL,
+    PUBLISHED_ENCODER,
+    label_text,
+    map_names,
+)
 from pipeline.stages.evaluate import MAP_FILES_PER_TASK, PIXELS, categories, category_codes
 from pipeline.stores import Folder, decode_table
 
@@ -69,9 +77,11 @@ def estimate_encoder(job: Job, shape: Shape) -> Estimate:
 def carry_encoder(context: Context[NoSettings], _: Partition, __: Progress) -> Part:
     """The files of the published encoder, which must be the one that made the map."""
     run, digest = context.inputs["model"].folder, context.inputs["model"].digest
-    files = {name: _read(run, f"model/{name}") for name in (WEIGHTS_FILE, HEADER_FILE)}
+    names = (WEIGHTS_FILE, HEADER_FILE, REFERENCE_FILE)
+    files = {name: _read(run, f"model/{name}") for name in names}
     try:
         encoder = Encoder.from_files(files)
+        Reference.from_bytes(files[REFERENCE_FILE], encoder)
     except ArtifactError as error:
         raise InputError(f"{run.url}/model: {error}; lakemap run makes a new map") from error
     if encoder.digest != digest:
@@ -202,8 +212,8 @@ def count_rows(
     planned = sum(changes[f"rows_{name}"] for name in ("new", "changed", "kept"))
     if not rows["rows_read"] == rows["rows_mapped"] + rows["rows_quarantined"] == planned:
         raise StageError(f"refresh: rows do not add up: {rows}, the lake has {planned}")
-    lost = 1 - rows["rows_mapped"] / max(1, published.n_mapped)
-    return rows | dict(changes) | {"rows_lost": max(0.0, lost)}
+    lost = publish.share_lost(rows["rows_mapped"], published.n_mapped)
+    return rows | dict(changes) | {"rows_lost": lost}
 
 
 def all_parts(
@@ -224,7 +234,8 @@ def republish_part(context: Context[publish.PublishSettings], _: Partition, __: 
     metrics = json.loads(_read(run, "metrics.json"))
     metrics |= count_rows(parts, published, facts["changes"])
     metrics |= {"rows_bad": sum(sum(p.reasons.values()) for p in parts[len(facts["kept"]) :])}
-    metrics |= {"trained_in": published.trained_in}
+    metrics |= {"trained_in": published.trained_in} | context.read("drift").manifest.metrics
+    log = extend_log(context, metrics, "refresh")
     raster = _raster(context, published, metrics["rows_mapped"])
     snapshot = replace(
         published,
@@ -238,15 +249,17 @@ def republish_part(context: Context[publish.PublishSettings], _: Partition, __: 
         labels=_labels(context, published),
     )
     picture = draw_map(raster, context.settings.name)
-    page = render_report(_report(context, metrics, snapshot, picture))
+    report = _report(context, metrics, snapshot, picture)
+    report = replace(report, drift=drift_section(context.settings.drift, metrics, log))
     files = {
         "map.png": picture,
-        "report.html": page.encode(),
+        "report.html": render_report(report).encode(),
         "metrics.json": json.dumps(metrics, indent=1, sort_keys=True).encode(),
         "job.yaml": context.settings.job.encode(),
         SNAPSHOT: encode_snapshot(snapshot),
     }
-    return Part(metrics["rows_mapped"], files=files, tables={"density": density_table(raster)})
+    tables = {"density": density_table(raster), "drift": log}
+    return Part(metrics["rows_mapped"], files=files, tables=tables)
 
 
 def _raster(context: Context[Any], published: PublishedMap, n_mapped: int) -> Raster:
@@ -288,7 +301,7 @@ def _report(
     picture: bytes,
 ) -> Report:
     ingest = context.read("ingest")
-    steps = ("ingest", "embed", "tally")
+    steps = ("ingest", "embed", "drift", "tally")
     changes = [(n, metrics[f"files_{n}"], metrics[f"rows_{n}"]) for n in CHANGES]
     return Report(
         name=context.settings.name,
@@ -318,7 +331,7 @@ def _report(
 
 
 ENCODER = Stage(
-    name="encoder",
+    name=PUBLISHED_ENCODER,
     version=1,
     reads=("model",),
     settings=no_settings,
@@ -339,7 +352,7 @@ TALLY = Stage(
 REPUBLISH = Stage(
     name="republish",
     version=1,
-    reads=("published", "today", "ingest", "embed", "tally"),
+    reads=("published", "today", "ingest", "embed", "drift", "tally"),
     settings=publish.settings,
     estimate=publish.estimate,
     prepare=one_partition,

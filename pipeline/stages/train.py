@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,15 @@ from encoders.artifact import Encoder, set_threads
 from encoders.fit import DivergedError, Draw, FitConfig, Fitted, Trained, fit
 from encoders.networks import NetworkConfig, build_network
 from encoders.objectives import ObjectiveConfig, build_objective
-from encoders.preprocessing import BLOCK_ROWS, PreprocessingConfig, fit_preprocessing
+from encoders.preprocessing import BLOCK_ROWS, PreprocessingConfig
+from encoders.reference import REFERENCE_FILE, Extent, fit_reference
+from encoders.restart import Start, start_anew, start_from
 from pipeline.batches import EdgeBatches, Edges, PointBatches
 from pipeline.config import Job, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.symmetrize import SparseRows
 from pipeline.manifest import Part, Record, Store
+from pipeline.model import load_model
 from pipeline.partitions import Partition
 from pipeline.runner import Report
 from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
@@ -74,15 +77,20 @@ def do_part(context: Context[TrainSettings], _: Partition, report: Report) -> Pa
     sample, config = context.read("sample"), context.settings.train
     rows = sample.rows("vectors", 0, sample.n_rows)
     architecture, fit_config = network_config(config), make_fit_config(context.settings)
+    earlier = context.inputs.get("published")
+    if earlier is not None:  # its clusters are apart already
+        fit_config = replace(fit_config, exaggerated_share=0.0)
     try:
-        preprocessing = fit_preprocessing(rows, preprocessing_config(context.settings))
+        start = _start(context, rows)
         draw = _batches(context)
 
         def run(resume: bytes | None) -> Fitted:
-            network = build_network(architecture, preprocessing.n_outputs, config.seed)
+            network = build_network(architecture, start.preprocessing.n_outputs, config.seed)
+            if start.weights is not None:
+                network.load_state_dict(start.weights)
             objective = build_objective(fit_config.objective)
             return fit(
-                Trained(rows, preprocessing, network, objective),
+                Trained(rows, start.preprocessing, network, objective, start.anchors),
                 draw,
                 fit_config,
                 resume=resume,
@@ -94,16 +102,34 @@ def do_part(context: Context[TrainSettings], _: Partition, report: Report) -> Pa
     except (DivergedError, ValueError) as error:
         raise ConfigError(f"train: {error}") from error
     info = {"training_rows": len(rows), "sample": context.inputs["sample"].digest}
-    encoder = Encoder(architecture, preprocessing, fitted.network, info)
+    if earlier is not None:
+        info["earlier"] = earlier.digest
+    encoder = Encoder(architecture, start.preprocessing, fitted.network, info)
+    set_threads(len(os.sched_getaffinity(0)))
+    xy = encoder.embed(rows[:: max(1, len(rows) // EXTENT_ROWS)])
+    extent = _extent(xy)
+    reference = fit_reference(encoder, rows, xy, extent)
     metrics = {
-        "extent": _extent(encoder, rows),
+        "extent": list(extent),
         "loss": float(np.mean(fitted.telemetry["loss"][-100:])),
         "pair_clipped": float(np.mean(fitted.telemetry["pair_clipped"])),
         "layer_clipped": float(np.mean(fitted.telemetry["layer_clipped"])),
         "encoder": encoder.digest,
+        "warm_start": start.weights is not None,
     }
     tables = {"telemetry": pa.table(fitted.telemetry)}
-    return Part(len(rows), tables=tables, files=encoder.to_files(), metrics=metrics)
+    files = encoder.to_files() | {REFERENCE_FILE: reference.to_bytes()}
+    return Part(len(rows), tables=tables, files=files, metrics=metrics)
+
+
+def _start(context: Context[TrainSettings], rows: NDArray[Any]) -> Start:
+    """What the training starts from: the published model where the stage is given one."""
+    config = preprocessing_config(context.settings)
+    if "published" not in context.inputs:
+        return start_anew(rows, config)
+    set_threads(len(os.sched_getaffinity(0)))
+    encoder, reference = load_model(context.inputs["published"])
+    return start_from(encoder, reference, rows, network_config(context.settings.train), config)
 
 
 def _batches(context: Context[TrainSettings]) -> Draw:
@@ -209,14 +235,12 @@ def _reporter(config: TrainConfig, report: Report) -> Callable[[int, dict[str, f
     return tell
 
 
-def _extent(encoder: Encoder, rows: NDArray[Any]) -> list[float]:
+def _extent(xy: NDArray[np.float32]) -> Extent:
     """x0, x1, y0, y1 of the training rows' map with a margin: the frame of every picture of it."""
-    set_threads(len(os.sched_getaffinity(0)))
-    xy = encoder.embed(rows[:: max(1, len(rows) // EXTENT_ROWS)])
     low, high = xy.min(axis=0), xy.max(axis=0)
     margin = 0.05 * float((high - low).max())
     (x0, y0), (x1, y1) = low - margin, high + margin
-    return [float(x0), float(x1), float(y0), float(y1)]
+    return float(x0), float(x1), float(y0), float(y1)
 
 
 def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, Any]:
@@ -227,7 +251,7 @@ def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, 
 
 TRAIN = Stage(
     name="train",
-    version=4,
+    version=5,
     reads=("sample", "symmetrize", "edges"),
     settings=settings,
     estimate=estimate,
@@ -236,3 +260,4 @@ TRAIN = Stage(
     finish=finish,
     whole_machine=True,
 )
+RETRAIN = replace(TRAIN, reads=(*TRAIN.reads, "published"))

@@ -9,6 +9,7 @@ from encoders.fit import (
     COLUMNS,
     LAST_LEARNING_RATE,
     WARM_UP_STEPS,
+    Anchors,
     DivergedError,
     Draw,
     Drawn,
@@ -17,6 +18,7 @@ from encoders.fit import (
     Trained,
     exaggeration,
     fit,
+    hold,
     learning_rate,
     shaken,
 )
@@ -281,3 +283,33 @@ def test_learning_rate_falls_along_a_line_or_not_at_all() -> None:
 def test_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="schedule 'steps' is unknown; use cosine, linear or"):
         train(replace(SMALL, schedule="steps"))  # type: ignore[arg-type]
+
+
+def test_holding_is_the_gradient_of_squared_distances() -> None:
+    places = np.array([[0, 0], [3, 1], [np.nan, np.nan]], np.float32)
+    anchors = Anchors(places, size=5.0, pull=10.0)
+    rows = np.array([1, 2, 0, 1])
+    y = torch.tensor([[1.0, 2], [9, 9], [4, -1], [3, 1]], requires_grad=True)
+    held = [0, 2, 3]
+    away = (y[held] - torch.from_numpy(places[rows[held]])).square().sum(1)
+    (10 * away.sum() / 5**2 / len(y)).backward()
+    assert y.grad is not None
+    found = hold(y.detach(), rows, anchors)
+    assert torch.allclose(found, y.grad)
+    assert found[1].tolist() == [0, 0]  # it is free
+    assert not hold(y.detach(), rows, None).any()
+
+
+def test_a_run_with_other_anchors_does_not_take_the_checkpoint() -> None:
+    rows, saved = clusters(), list[bytes]()
+    config = replace(SMALL, checkpoint_seconds=0.0)
+    held = trained(rows, prepare(rows), config)._replace(
+        anchors=Anchors(np.zeros((len(rows), 2), np.float32), 10.0, 1.0)
+    )
+    draw = drawer(len(rows))
+    whole = fit(held, draw, config, save=saved.append)
+    middle = saved[len(saved) // 2]
+    resumed = trained(rows, prepare(rows), config)._replace(anchors=held.anchors)
+    assert same_weights(fit(resumed, draw, config, resume=middle).network, whole.network)
+    with pytest.raises(ValueError, match="checkpoint was made with other settings"):
+        fit(trained(rows, prepare(rows), config), draw, config, resume=middle)

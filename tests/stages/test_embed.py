@@ -35,7 +35,8 @@ def read_map(store: Store) -> pa.Table:
 
 def test_every_good_row_is_there_once_with_its_label(done: Finished) -> None:
     table, lake = read_map(done.store("embed")), done.lake
-    assert table.column_names == ["id", "x", "y", "label"]
+    assert table.column_names == ["id", "x", "y", "label", "novelty"]
+    assert table["novelty"].null_count == table.num_rows  # their encoder was trained on them
     assert table["id"].to_pylist() == lake.ids[lake.good].tolist()
     assert table["label"].to_pylist() == lake.labels[lake.good].tolist()
     assert pc.all(pc.is_finite(table["x"])).as_py()
@@ -140,7 +141,7 @@ def test_without_names_a_row_is_called_by_file_and_number(tmp_path: Path) -> Non
     lake = write_parquet(tmp_path / "lake", make_blobs(120).vectors, n_files=2)
     job = make_job(lake.path, tmp_path / "maps", input={"id": None}, train={"steps": 1})
     table = read_map(run_until(job, "embed")["embed"])
-    assert table.column_names == ["id", "x", "y"]
+    assert table.column_names == ["id", "x", "y", "novelty"]
     assert table["id"].to_pylist() == [
         f"part-{n}.parquet:{row}" for n in (0, 1) for row in range(60)
     ]
