@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Airflow:
     job = make_demo(found.jobs, 2000, 2).rename(found.jobs / "digits.yaml")
     settings = yaml.safe_load(job.read_text())
     settings |= {
-        "gates": {"recall": 0.9, "trustworthiness": 0.5},
+        "gates": {"recall": 0.9, "trustworthiness": 0.5, "rows_lost": 0.1},
         "train": {"steps": 50, "encoder": {"hidden": 32, "layers": 1}},
         "cluster": {"kind": "serial"},
     }
@@ -122,28 +123,30 @@ def test_airflow_reads_the_file(airflow: Airflow) -> None:
     }
 
 
-def test_a_map_is_built_and_a_gate_refuses_the_next(airflow: Airflow) -> None:
+def test_a_map_is_built_a_gate_refuses_the_next_and_then_it_grows(airflow: Airflow) -> None:
     done, tries = airflow.run("lakemap_digits_build")
     assert done.returncode == 0, done.stdout
     names = ("ingest", "graph", "train", "embed", "publish")
     assert tries == {Try(name, "success", 1) for name in names}
-    current = airflow.jobs / "maps/CURRENT"
+    current, lake = airflow.jobs / "maps/CURRENT", airflow.jobs / "lake"
     published = current.read_bytes()
     assert (airflow.jobs / "maps/runs" / json.loads(published)["run"] / "map.png").exists()
 
-    job = airflow.jobs / "digits.yaml"
-    settings = yaml.safe_load(job.read_text())
-    settings["gates"]["trustworthiness"] = 1
-    job.write_text(yaml.safe_dump(settings))
-    done, tries = airflow.run("lakemap_digits_build")
+    half = (lake / "part-00001.parquet").rename(airflow.jobs / "gone.parquet")
+    done, tries = airflow.run("lakemap_digits_refresh")
     assert done.returncode != 0
-    assert Try("publish", "failed", 1) in tries  # of three that it may have
-    assert {attempt for attempt in tries if attempt.task != "publish"} == {
-        Try(name, "success", 1) for name in names[:-1]
-    }
+    assert tries == {Try("refresh", "failed", 1)}  # of three that it may have
     assert "exit code 3; a gate refused: nothing was published" in done.stdout
-    assert "gate trustworthiness: 0." in done.stdout
+    assert "gate rows_lost: 0." in done.stdout
     assert current.read_bytes() == published
+
+    shutil.copy(half, lake / "part-00002.parquet")
+    half.rename(lake / "part-00001.parquet")
+    done, tries = airflow.run("lakemap_digits_refresh")
+    assert done.returncode == 0, done.stdout
+    assert tries == {Try("refresh", "success", 1)}
+    run = airflow.jobs / "maps/runs" / json.loads(current.read_bytes())["run"]
+    assert json.loads((run / "metrics.json").read_bytes())["rows_read"] == 3000
 
 
 def test_what_another_attempt_may_help_is_tried_again(airflow: Airflow, tmp_path: Path) -> None:

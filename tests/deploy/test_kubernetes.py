@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from jobs.sites.kubernetes import cluster_spec
 from pipeline.config import load_job
 from pipeline.errors import ConfigError, GateError, InputError
 from tests.deploy.tools import DEPLOY, check, find_tool, read_documents
@@ -173,6 +174,16 @@ def test_the_scheduler_of_the_job_file_is_the_one_there_is() -> None:
     for document in documents():
         if document["kind"] in ("DaskWorkerGroup", "DaskAutoscaler"):
             assert document["spec"]["cluster"] == cluster["metadata"]["name"]
+
+
+def test_the_driver_makes_what_its_role_and_account_are_for() -> None:
+    job = load_job(FOLDER / "on-demand/products.yaml")
+    assert job.cluster.kubernetes is not None
+    accounts = {document["metadata"]["name"] for document in documents()
+                if document["kind"] == "ServiceAccount"}  # fmt: skip
+    assert {job.cluster.kubernetes.service_account} == accounts
+    assert job.cluster.kubernetes.namespace == "lakemap"
+    validate(cluster_spec("lakemap-1a2b", job.cluster))
 
 
 def test_dask_knows_the_flags_it_is_given() -> None:

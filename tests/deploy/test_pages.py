@@ -26,7 +26,6 @@ def test_no_keys(path: Path) -> None:
     assert not re.search(KEYS, path.read_text())
 
 
-@pytest.mark.skipif("refresh" not in COMMANDS, reason="lakemap refresh is not there yet")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_only_commands_that_exist(path: Path) -> None:
     text = path.read_text()
