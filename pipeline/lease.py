@@ -21,7 +21,7 @@ from threading import Event, Thread
 from pydantic import TypeAdapter
 
 from pipeline.clock import check_past, read_time, write_time
-from pipeline.errors import BusyError, StoreError
+from pipeline.errors import BusyError, LakemapError, StoreError
 from pipeline.stores import Folder
 
 log = logging.getLogger("lakemap")
@@ -72,10 +72,23 @@ def _acquire(root: Folder, command: str) -> tuple[int, Lease]:
             _check_free(root, highest)
         lease = _new_lease(command)
         if root.create(_key(highest + 1), _encode(lease)):
-            for number in _numbers(root):
-                if number <= highest:
-                    root.delete(_key(number))
+            _clear_below(root, highest + 1)
             return highest + 1, lease
+
+
+def _clear_below(root: Folder, ours: int) -> None:
+    """Remove the leases that ours follows; if one of them is alive, ours goes instead.
+
+    That is so if all others ended and a lower number was given again since we looked.
+    """
+    for number in _numbers(root):
+        if number < ours:
+            try:
+                _check_free(root, number)
+            except LakemapError:
+                root.delete(_key(ours))
+                raise
+            root.delete(_key(number))
 
 
 def _check_free(root: Folder, number: int) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -79,16 +80,35 @@ def test_a_lease_that_has_ended_is_followed_by_the_next(folder: Folder) -> None:
 def test_of_many_who_follow_one_wins(folder: Folder) -> None:
     put_lease(folder, 1, expires=clock.write_time(time.time() - 1))
 
+    refused = Semaphore(0)
+
     def attempt(_: int) -> bool:
         try:
             with hold(folder, "run"):
-                time.sleep(0.5)
-                return True
+                return all(refused.acquire(timeout=30) for _ in range(7))
         except BusyError:
+            refused.release()
             return False
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(attempt, range(8))) == 1
+
+
+def test_a_number_that_was_given_again_meanwhile(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """We saw lease 1 end; before we create 2, all others end and somebody gets 1 anew."""
+    put_lease(folder, 1, expires=clock.write_time(time.time() - 1))
+    create = Folder.create
+
+    def late(self: Folder, key: str, data: bytes) -> bool:
+        put_lease(self, 1)
+        return create(self, key, data)
+
+    monkeypatch.setattr(Folder, "create", late)
+    with pytest.raises(BusyError, match=r"\(elsewhere, process 4711\)"), hold(folder, "run"):
+        pass
+    assert list(folder.list("leases")) == ["leases/000001.json"]
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(tmp_path: Path) -> None:
