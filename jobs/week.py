@@ -99,6 +99,12 @@ class Week:
         if not made.changed:
             return "nothing to do"
         found = made.metrics
+        if "compared_rows" in found and "rows_new" not in found:
+            return (
+                f"{', '.join(found['drift_reasons'])}: encoder trained again, rows moved by "
+                f"{found['displacement_median']:.1%} (median), {found['displacement_p95']:.1%} "
+                "(95th percentile) of the map's diameter"
+            )
         if "rows_new" not in found:
             return f"{found['rows_mapped']:,} rows mapped, encoder trained"
         changes = {n: found[f"rows_{n}"] for n in ("new", "changed", "removed", "kept", "bad")}
@@ -196,7 +202,7 @@ def crash(week: Week) -> str:
 
 
 def new_cluster(week: Week) -> str:
-    """A digit that the encoder never saw."""
+    """A digit that the encoder never saw: it is trained again, and the map stays in place."""
     for index in range(N_FILES - 3):
         table = pq.read_table(week.file(index))
         new = table.filter(pc.equal(table["digit"], NEW_DIGIT))

@@ -272,6 +272,11 @@ def test_a_wrong_value_is_named(tmp_path: Path, setting: str, line: str) -> None
             "change one of them",
         ),
         (
+            ["drift.warn.novel_share=0.2"],
+            "drift.warn.novel_share is 0.2, drift.retrain.novel_share is 0.1; the warning must not "
+            "come after the retraining: lower the first or raise the second",
+        ),
+        (
             ["train.min_dist=3"],
             "train.min_dist is 3 with train.spread 1; it must be less than 3 times the spread",
         ),
