@@ -104,7 +104,7 @@ def test_novel_rows_are_free() -> None:
     rows = clusters(5, seed=1)
     anchors = start_from(*earlier(), rows, ARCHITECTURE, COMPONENTS).anchors
     assert anchors is not None
-    free = np.isnan(anchors.places).any(axis=1)
+    free = np.asarray(np.isnan(anchors.places).any(axis=1))
     assert free[4 * PER_CLUSTER :].all()
     assert free[: 4 * PER_CLUSTER].mean() < 0.35
 
