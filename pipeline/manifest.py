@@ -144,7 +144,7 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {
 def to_json(value: Plan | Commit | Manifest | Timing) -> bytes:
     """The record as JSON: a line for every field, and for every partition of many thousand."""
     lines = [f'"{name}":{_field_text(getattr(value, name))}' for name in _field_names(value)]
-    return ("{" + ",\n".join(lines) + "}\n").encode()
+    return ("{" + ",\n".join(lines) + "}").encode()
 
 
 def _field_names(value: Any) -> list[str]:

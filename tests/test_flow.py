@@ -352,7 +352,9 @@ def run_with(job: Job, n_workers: int) -> None:
         run_job(job)
         return
     with (
-        LocalCluster(n_workers=n_workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(
+            n_workers=n_workers, threads_per_worker=1, dashboard_address="127.0.0.1:0"
+        ) as cluster,
         Client(cluster) as client,
     ):
         client.run(shrink_blocks)

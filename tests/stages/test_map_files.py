@@ -64,6 +64,8 @@ def test_the_rows_are_the_same_however_they_are_arranged(
         assert table[name].equals(plain[name]), name
     assert pc.cast(table["label"], pa.int64()).equals(plain["label"])
     for name, value in done.published.metrics.items():
+        if name == "trained_in":  # the run's own name, which the files' form is part of
+            continue
         assert found.metrics[name] == value, name  # accuracy among them: survey finds its rows
     if settings.get("columns"):
         passed = pc.cast(table["test"], pa.string()).to_pylist()
