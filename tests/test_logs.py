@@ -63,6 +63,7 @@ def test_what_others_write_becomes_objects() -> None:
 def test_an_error_line_is_plain_unless_json_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "lakemap")
     target = io.StringIO()
     monkeypatch.setattr(sys, "stderr", target)
     print_error("lakemap: gate recall", 3)
