@@ -3,8 +3,8 @@
 python transform_peers.py NAME DATA.npz N_TRAIN
 
 Fits on the training rows, transforms the test rows once cold and then three times, and prints the
-seconds as JSON. Exit code 3: the peer is not installed. ParametricUMAP is fitted on 2,000 rows for
-one epoch, because the time of its network does not depend on what it has learned.
+seconds as JSON. Exit code 3: the peer is not installed. ParametricUMAP is fitted on 2,000 rows,
+because the time of its network does not depend on what it has learned.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def fit_opentsne(module: Any, rows: Any) -> Any:
 
 def fit_parametric(module: Any, rows: Any) -> Any:
     """ParametricUMAP's own network."""
-    return module.ParametricUMAP(n_training_epochs=1, verbose=False).fit(rows[:2000])
+    return module.ParametricUMAP().fit(rows[:2000])
 
 
 FITS = {"umap": fit_umap, "openTSNE": fit_opentsne, "umap.parametric_umap": fit_parametric}
