@@ -1,5 +1,6 @@
 """Workers on this machine, and those of a scheduler that is already running."""
 
+import asyncio
 import logging
 import os
 import re
@@ -7,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import dask
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Security
+from distributed.comm.core import connect as comm_to
 from distributed.system import MEMORY_LIMIT
 
 from jobs.sites.site import MEMORY_SHARE, WORKER_ENVIRONMENT, Site, first_line
@@ -61,13 +63,22 @@ def core_count() -> int:
 def connect(config: ClusterConfig) -> Iterator[Site]:
     """A scheduler that others started, and that stays."""
     address = str(config.address)
-    security = None if config.tls is None else make_security(config.tls)
+    security = Security() if config.tls is None else make_security(config.tls)
     try:
+        # A client that finds nobody stays behind half open, and may lock up the next one.
+        asyncio.run(_knock(address, security))
         client = Client(address, timeout=CONNECT_SECONDS, security=security)
     except (OSError, ValueError, TimeoutError) as error:
         raise ClusterError(f"{address}: {_refusal(error, config.tls is not None)}") from error
     with client:
         yield Site(client, f"start some for the scheduler at {address}, run again")
+
+
+async def _knock(address: str, security: Security) -> None:
+    """Whether a scheduler answers."""
+    options = security.get_connection_args("client")
+    comm = await comm_to(address, timeout=CONNECT_SECONDS, **options)
+    await comm.close()
 
 
 def _refusal(error: BaseException, has_tls: bool) -> str:
