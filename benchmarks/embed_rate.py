@@ -28,7 +28,8 @@ from encoders.artifact import EMBED_BATCH, Encoder
 from encoders.networks import NetworkConfig, build_network
 from jobs import flow
 from jobs.cluster import open_runner
-from pipeline.config import Job, load_job
+from pipeline.config import Job
+from pipeline.job_file import load_job
 from pipeline.runner import Runner
 
 PACKAGES = ("lakemap", "torch", "dask", "pyarrow")

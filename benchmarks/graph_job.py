@@ -22,7 +22,8 @@ from benchmarks.silent import Silent
 from jobs import flow
 from jobs.cluster import open_runner
 from pipeline.cluster_config import ClusterConfig
-from pipeline.config import Job, load_job
+from pipeline.config import Job
+from pipeline.job_file import load_job
 from pipeline.manifest import Store, find_store
 from pipeline.runner import Runner
 from pipeline.stores import Folder

@@ -2,8 +2,8 @@
 
 from pipeline.config import Job
 from pipeline.errors import GateError, InputError, StageError
+from pipeline.gates import check_gates
 from pipeline.manifest import Manifest
-from pipeline.stages.publish import check_gates
 
 
 def check_after(name: str, manifest: Manifest, job: Job) -> None:

@@ -75,7 +75,7 @@ def plan(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) 
     """Say what a run will need, without side effects."""
     from jobs import cluster, flow
     from jobs.tables import plan_document, show_plan
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     job = load_job(job_file, overrides or ())
     flow.check_place(job)
@@ -95,7 +95,7 @@ def plan(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) 
 def run(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Make the map, or go on where an earlier run stopped."""
     from jobs.work import run_job
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     _show_published(run_job(load_job(job_file, overrides or ())), as_json)
 
@@ -111,7 +111,7 @@ def refresh(
 ) -> None:
     """Bring the published map to today's lake; rows that stay do not move."""
     from jobs.work import refresh_job
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     _show_published(refresh_job(load_job(job_file, overrides or ()), again=retrain), as_json)
 
@@ -126,7 +126,7 @@ def rollback(
 ) -> None:
     """Publish an earlier run again."""
     from jobs.work import roll_back
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     entry = roll_back(load_job(job_file, overrides or ()), run_id)
     typer.echo(f"published: {entry.run} ({entry.rows:,} rows) in place of {entry.previous}")
@@ -136,8 +136,8 @@ def rollback(
 def history(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """List what was published, when and by what; the last is the published map."""
     from jobs.tables import show_history
-    from pipeline.config import load_job
     from pipeline.history import entries
+    from pipeline.job_file import load_job
     from pipeline.stores import Folder
 
     log = entries(Folder(load_job(job_file, overrides or ()).output))
@@ -177,7 +177,7 @@ def stage(
 ) -> None:
     """Run one stage alone, for schedulers that want a task per stage."""
     from jobs.work import run_job
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     published = run_job(load_job(job_file, overrides or ()), name)
     if published is not None:
@@ -189,7 +189,7 @@ def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False
     """Say how far a job is, what is published, and whether the lake has changed since."""
     from jobs import flow
     from jobs.tables import show_status, status_document
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     job = load_job(job_file, overrides or ())
     flow.check_place(job)
@@ -203,7 +203,7 @@ def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False
 @app.command()
 def report(job_file: JobFile, overrides: Overrides = None) -> None:
     """Print the published map's figures and where its report is."""
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
 
     folder = _published(load_job(job_file, overrides or ()), job_file)
     metrics = json.loads(folder.get("metrics.json"))
@@ -218,8 +218,8 @@ def report(job_file: JobFile, overrides: Overrides = None) -> None:
 def verify(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Read every committed file again and compare it with its checksum and row count."""
     from jobs.tables import human_bytes
-    from pipeline.config import load_job
     from pipeline.errors import StoreError
+    from pipeline.job_file import load_job
     from pipeline.stores import Folder
     from pipeline.upkeep import verify as verify_output
 
@@ -255,7 +255,7 @@ def gc(
 
     from jobs import flow
     from jobs.tables import human_bytes
-    from pipeline.config import load_job
+    from pipeline.job_file import load_job
     from pipeline.lease import hold
     from pipeline.stores import Folder
     from pipeline.upkeep import collect
@@ -283,8 +283,8 @@ def export_onnx(
     """Write the published encoder as an ONNX model: raw float32 rows in, positions out."""
     from encoders.artifact import ArtifactError, Encoder
     from encoders.export import to_onnx
-    from pipeline.config import load_job
     from pipeline.errors import InputError
+    from pipeline.job_file import load_job
 
     folder = _published(load_job(job_file, overrides or ()), job_file)
     names = ("encoder.safetensors", "encoder.json")

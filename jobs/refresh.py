@@ -11,6 +11,7 @@ from jobs.checks import check_bad_rows
 from jobs.flow import Preflight, Published, repairing
 from pipeline import history
 from pipeline.config import Job
+from pipeline.gates import check_gates
 from pipeline.lake import Snapshot, take_snapshot
 from pipeline.lake.delta import Delta, find_delta, lake_mark
 from pipeline.manifest import Plan, Store, load_plan, open_store, save_plan
@@ -179,7 +180,7 @@ def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> di
     placed = make(EMBED)
     kept = [part.number for part in work.kept]
     parts = all_parts(base.map, kept, checked, placed)
-    publish.check_gates(job.gates, count_rows(parts, base.map, vars(work.delta.changes)))
+    check_gates(job.gates, count_rows(parts, base.map, vars(work.delta.changes)))
     if must_retrain(make(DRIFT).manifest.metrics):
         return stores
     make(TALLY, plan_tally(base.map, work.kept, work.gone, placed))

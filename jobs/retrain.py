@@ -9,6 +9,7 @@ from jobs.checks import check_after
 from pipeline import history
 from pipeline.config import Job
 from pipeline.errors import ConfigError
+from pipeline.gates import check_gates, share_lost
 from pipeline.manifest import Store, open_store
 from pipeline.published import load_snapshot
 from pipeline.runner import Runner
@@ -56,8 +57,8 @@ def run(
         store = stores[stage.name] = open_store(ref.folder, ref.digest)
         check_after(stage.name, store.manifest, job)
         if stage.name == "ingest":
-            lost = publish.share_lost(store.n_rows, load_snapshot(before).n_mapped)
-            publish.check_gates(job.gates, {"rows_lost": lost})
+            lost = share_lost(store.n_rows, load_snapshot(before).n_mapped)
+            check_gates(job.gates, {"rows_lost": lost})
     folder, _ = publish.release(root, stores, after, "retrain")
     store = stores["publish"]
     metrics = json.loads(store.file(store.records[0], "metrics.json"))

@@ -26,8 +26,8 @@ from encoders.artifact import Encoder
 from jobs import work
 from jobs.demo_lake import WIDTH, write_demo_lake
 from pipeline import history
-from pipeline.config import load_job
 from pipeline.errors import LakemapError, StageError
+from pipeline.job_file import load_job
 from pipeline.stores import Folder
 
 N_FILES = 16

@@ -5,6 +5,7 @@ store of the run.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
@@ -215,3 +216,11 @@ def check_rows(parts: Iterable[MapPart]) -> str | None:
         if part.n_rows != n_found:
             return f"partition {part.number} has {part.n_rows} rows, {n_found} are accounted for"
     return None
+
+
+def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of the counts, by name."""
+    totals: Counter[str] = Counter()
+    for found in counts:
+        totals.update(found)
+    return dict(totals)

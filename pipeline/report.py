@@ -86,7 +86,6 @@ class Report:
     run_id: str
     created: str
     picture: bytes
-    curves: str
     stages: tuple[StageRow, ...]
     metrics: tuple[Metric, ...]
     gates: tuple[Gate, ...]
@@ -97,6 +96,7 @@ class Report:
     files: tuple[tuple[str, str], ...]
     job: str
     versions: tuple[tuple[str, str], ...]
+    curves: str = ""  # of a run that has trained
     changes: tuple[tuple[str, int, int], ...] = ()  # of a refresh: what, files, rows
     drift: Drift | None = None
     moved: bytes | None = None  # a PNG of the map before and after a retraining

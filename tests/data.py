@@ -23,7 +23,8 @@ import zarr
 from numpy.typing import NDArray
 
 from jobs import cli, flow
-from pipeline.config import Job, build_job
+from pipeline.config import Job
+from pipeline.job_file import build_job
 from pipeline.lake import take_snapshot
 from pipeline.manifest import Commit, Manifest, Store, Timing, find_store, open_store
 from pipeline.runner import SerialRunner

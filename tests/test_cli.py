@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from jobs import flow
-from pipeline.config import InputConfig, Job, load_job
+from pipeline.config import InputConfig, Job
+from pipeline.job_file import load_job
 from tests.data import (
     Ran,
     call_cli,

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ByteSize
 
 from pipeline.cluster_config import GpuConfig, SlurmConfig, TlsConfig
-from pipeline.config import load_job, to_yaml
+from pipeline.config import to_yaml
+from pipeline.job_file import load_job
 from tests.test_config import SMALLEST, load, refusal
 
 SLURM = "cluster: {kind: slurm, workers: 8, memory: 4GiB}"

@@ -23,10 +23,10 @@ from pipeline.config import (
     NeighborsConfig,
     SampleConfig,
     TrainConfig,
-    load_job,
     to_yaml,
 )
 from pipeline.errors import ConfigError
+from pipeline.job_file import load_job
 
 SMALLEST = "input: {path: lake}\noutput: maps\n"
 

@@ -10,7 +10,7 @@ import pytest
 from jobs import flow
 from jobs.demo import make_demo
 from jobs.demo_lake import find_bad
-from pipeline.config import load_job
+from pipeline.job_file import load_job
 from pipeline.manifest import Store, find_store, load_commits
 from pipeline.stores import Folder
 from tests.data import run_process

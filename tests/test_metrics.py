@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jobs import flow, metrics
 from jobs.metrics import Figures, exit_code, read_figures, recorded, write_figures
-from pipeline.config import Job, load_job
+from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, StoreError
+from pipeline.job_file import load_job
 from tests.data import call_cli, make_blobs, make_job, small_blocks, write_job, write_parquet
 
 MEASURED = {"rows_read": 300, "rows_mapped": 298, "rows_quarantined": 2, "recall": 0.97}

@@ -11,7 +11,7 @@ import pytest
 
 from jobs import flow
 from pipeline import history
-from pipeline.config import load_job
+from pipeline.job_file import load_job
 from pipeline.manifest import find_store
 from pipeline.stores import Folder
 from pipeline.upkeep import collect, verify

@@ -4,22 +4,21 @@ A run's folder is made of links to (on object stores: copies of) the stores' fil
 can be removed once it is published. Its manifest is written last, its entry in the history then.
 """
 
-import importlib.metadata
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pipeline import history
 from pipeline.cluster_config import ClusterConfig
-from pipeline.config import DriftConfig, GatesConfig, Job, MetricsConfig, to_yaml
+from pipeline.config import Job, MetricsConfig, to_yaml
 from pipeline.curves import draw_curves
 from pipeline.drift_log import drift_section, extend_log
-from pipeline.errors import GateError, StageError
+from pipeline.errors import StageError
+from pipeline.gates import share_lost
 from pipeline.lake import CHANGED
 from pipeline.manifest import Part, Record, Store
 from pipeline.moved import draw_moved
@@ -29,6 +28,7 @@ from pipeline.published import (
     SNAPSHOT,
     MapPart,
     PublishedMap,
+    add_counts,
     check_rows,
     density_table,
     encode_snapshot,
@@ -36,7 +36,8 @@ from pipeline.published import (
     load_snapshot,
     published_raster,
 )
-from pipeline.report import Gate, Metric, Report, RowCount, StageRow, render_report
+from pipeline.report import Report, render_report
+from pipeline.run_report import PublishSettings, make_report
 from pipeline.runner import Report as Progress
 from pipeline.runs import RunFile, assemble, run_name
 from pipeline.stage import (
@@ -45,48 +46,11 @@ from pipeline.stage import (
     Estimate,
     Shape,
     Stage,
-    StoreRef,
-    load_timing,
     one_partition,
 )
 from pipeline.stages.embed import COLOURED_LABELS, NOT_FINITE
 from pipeline.stages.evaluate import PIXELS, categories
 from pipeline.stores import Folder
-
-SHOWN_BAD_ROWS = 20
-MEANINGS = {
-    "accuracy": "labels guessed right from a row's nearest rows on the map",
-    "trustworthiness": "map neighbours that are neighbours in the lake (1 is best)",
-    "recall": "share of the true nearest neighbours that the kNN graph holds",
-    "continuity": "lake neighbours that are neighbours on the map (1 is best)",
-    "neighbor_recall": "share of a row's nearest rows that are also nearest on the map",
-}
-# Gates that are not to be exceeded, and what they are of; refreshes and retrainings measure it.
-MOST = {"rows_lost": "rows_lost", "displacement": "displacement_p95"}
-FILES = (
-    ("map/", "every row's place: id, x, y, label and further columns where asked for (Parquet)"),
-    ("model/", "the encoder: weights, settings and a digest (safetensors and JSON)"),
-    ("map.png", "the picture above"),
-    ("metrics.json", "the figures of this page, for programs"),
-    ("quarantine/", "rows that could not be mapped, with the reason (Parquet)"),
-    ("job.yaml", "the job, defaults included"),
-    ("snapshot.json", "of which rows of which files of the lake every map file is"),
-    ("density.parquet", "rows per pixel and category of the picture"),
-    ("drift.parquet", "how new the rows of every refresh were, and what followed"),
-    ("manifest.json", "every file of the run with its size and checksum"),
-)
-VERSIONS = ("lakemap", "dask", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow", "torch", "zarr")
-
-
-@dataclass(frozen=True)
-class PublishSettings:
-    """What the report depends on."""
-
-    name: str
-    gates: GatesConfig
-    job: str
-    kept: dict[str, Any]  # settings that a refresh compares with its own
-    drift: DriftConfig
 
 
 def settings(job: Job) -> PublishSettings:
@@ -99,33 +63,6 @@ def estimate(_: Job, __: Shape) -> Estimate:
     """One task holds the raster of all categories a few times."""
     raster = (COLOURED_LABELS + 1) * PIXELS * PIXELS * 8
     return Estimate(1, PROCESS_BYTES + 6 * raster, 4 << 20)
-
-
-def check_gates(gates: GatesConfig, metrics: Mapping[str, Any]) -> None:
-    """Refuse when a measured figure does not pass its gate."""
-    for gate in judge(gates, metrics):
-        if MOST.get(gate.name, gate.name) in metrics and not gate.passed:
-            found = "not measured" if gate.found is None else f"{gate.found:.4f}"
-            needs, cure = f"the job needs {gate.needed:g}", "improve the map or lower"
-            if gate.at_most:
-                needs, cure = f"the job allows {gate.needed:g}", "look at the lake or raise"
-            raise GateError(
-                f"gate {gate.name}: {found}, {needs}; nothing was published, "
-                f"CURRENT is as it was; {cure} gates.{gate.name}"
-            )
-
-
-def judge(gates: GatesConfig, metrics: Mapping[str, Any]) -> list[Gate]:
-    """Every gate the job sets, with what was found; those of refreshes only where they apply."""
-    found: list[Gate] = []
-    for name, needed in asdict(gates).items():
-        measured, at_most = MOST.get(name, name), name in MOST
-        if needed is None or (at_most and measured not in metrics):
-            continue
-        value = metrics.get(measured)
-        passed = value is not None and (value <= needed if at_most else value >= needed)
-        found.append(Gate(name, needed, value, passed, at_most))
-    return found
 
 
 def gather_metrics(context: Context[PublishSettings]) -> dict[str, Any]:
@@ -158,17 +95,12 @@ def gather_metrics(context: Context[PublishSettings]) -> dict[str, Any]:
     return found
 
 
-def share_lost(n_now: int, n_before: int) -> float:
-    """The share of the rows of the map that it has no more."""
-    return max(0.0, 1 - n_now / max(1, n_before))
-
-
 def do_part(context: Context[PublishSettings], _: Partition, __: Progress) -> Part:
     """The report, the picture, the metrics and the job, as files."""
     metrics = gather_metrics(context) | {"trained_in": run_name(context.folder)}
-    raster = _raster(context)
+    raster, snapshot = _raster(context), _snapshot(context)
     picture = draw_map(raster, context.settings.name)
-    report = _report(context, metrics, picture)
+    report = _report(context, metrics, picture, snapshot.parts)
     tables = {"density": density_table(raster)}
     files = {}
     if "published" in context.inputs:
@@ -181,7 +113,7 @@ def do_part(context: Context[PublishSettings], _: Partition, __: Progress) -> Pa
         "report.html": render_report(report).encode(),
         "metrics.json": json.dumps(metrics, indent=1, sort_keys=True).encode(),
         "job.yaml": context.settings.job.encode(),
-        SNAPSHOT: encode_snapshot(_snapshot(context)),
+        SNAPSHOT: encode_snapshot(snapshot),
     }
     return Part(metrics["rows_mapped"], files=files, tables=tables)
 
@@ -255,14 +187,6 @@ def count_labels(embed: Store) -> dict[str, int] | None:
     return None if any(labels is None for labels in counts) else add_counts(counts)
 
 
-def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of the counts, by name."""
-    totals: Counter[str] = Counter()
-    for found in counts:
-        totals.update(found)
-    return dict(totals)
-
-
 def _raster(context: Context[PublishSettings]) -> Raster:
     survey = context.read("survey")
     names = categories(context.read("embed"))
@@ -273,90 +197,16 @@ def _raster(context: Context[PublishSettings]) -> Raster:
     return Raster(counts, names, (x0, x1, y0, y1), survey.manifest.metrics["n_outside"])
 
 
-def _report(context: Context[PublishSettings], metrics: dict[str, Any], picture: bytes) -> Report:
-    ingest, train = context.read("ingest"), context.read("train")
+def _report(
+    context: Context[PublishSettings],
+    metrics: Mapping[str, Any],
+    picture: bytes,
+    parts: Iterable[MapPart],
+) -> Report:
+    train = context.read("train")
     telemetry = train.table(train.records[0], "telemetry")
-    return Report(
-        name=context.settings.name,
-        run_id=run_name(context.folder),
-        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        picture=picture,
-        curves=draw_curves({name: telemetry[name].to_numpy() for name in telemetry.column_names}),
-        stages=tuple(
-            stage_row(name, ref, context)
-            for name, ref in context.inputs.items()
-            if name != "published"
-        ),
-        metrics=metric_rows(metrics),
-        gates=tuple(judge(context.settings.gates, metrics)),
-        rows=RowCount(
-            read=metrics["rows_read"],
-            mapped=metrics["rows_mapped"],
-            quarantined=metrics["rows_quarantined"],
-            trained=metrics["rows_trained"],
-            held_out=metrics["rows_held_out"],
-        ),
-        quarantine=count_reasons(map_parts(ingest, context.read("embed"))),
-        quarantine_examples=bad_rows(ingest),
-        warnings=tuple(ingest.manifest.facts["warnings"]),
-        files=FILES,
-        job=context.settings.job,
-        versions=installed_versions(),
-    )
-
-
-def metric_rows(metrics: Mapping[str, Any]) -> tuple[Metric, ...]:
-    """The qualities of the map, those that were measured first."""
-    recall_interval = (metrics["recall_low"], metrics["recall_high"])
-    measured_on = f"; on {metrics['n_queries']:,} {metrics['evaluated_on']}"
-    rows = [
-        Metric(
-            name,
-            metrics[name],
-            meaning if name == "recall" else meaning + measured_on,
-            recall_interval if name == "recall" else None,
-        )
-        for name, meaning in MEANINGS.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: row.value is None))
-
-
-def stage_row(name: str, ref: StoreRef, context: Context[Any]) -> StageRow:
-    """What a step of the run did."""
-    manifest, timing = context.read(name).manifest, load_timing(ref.folder)
-    return StageRow(
-        name=name,
-        n_parts=len(manifest.records),
-        n_rows=manifest.n_rows,
-        seconds=timing.task_seconds,
-        wall_seconds=timing.wall_seconds,
-        rows_per_second=manifest.n_rows / max(timing.wall_seconds, 1e-9),
-        peak_bytes=timing.peak_bytes,
-        store=f"{name}/{manifest.fingerprint}",
-    )
-
-
-def count_reasons(parts: Iterable[MapPart]) -> tuple[tuple[str, int], ...]:
-    """Rows in the quarantine by reason; together they are all rows that are not on the map."""
-    return tuple(add_counts(part.reasons for part in parts).items())
-
-
-def bad_rows(ingest: Store) -> tuple[tuple[str, int, str, str], ...]:
-    """The first rows of the quarantine."""
-    found: list[tuple[str, int, str, str]] = []
-    for record in ingest.records:
-        if record.metrics["n_bad"] and len(found) < SHOWN_BAD_ROWS:
-            for row in ingest.table(record, "quarantine").to_pylist():
-                found.append((row["file"], row["row"], row["id"] or "", row["reason"]))
-    return tuple(found[:SHOWN_BAD_ROWS])
-
-
-def installed_versions() -> tuple[tuple[str, str], ...]:
-    """Versions of what the results may depend on."""
-    installed = {
-        dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()
-    }
-    return tuple((name, installed[name]) for name in VERSIONS if name in installed)
+    curves = draw_curves({name: telemetry[name].to_numpy() for name in telemetry.column_names})
+    return replace(make_report(context, metrics, picture, parts), curves=curves)
 
 
 PUBLISH = Stage(

@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -25,6 +24,7 @@ from encoders.reference import REFERENCE_FILE, Reference
 from pipeline.config import Job
 from pipeline.drift_log import drift_section, extend_log
 from pipeline.errors import InputError, StageError
+from pipeline.gates import share_lost
 from pipeline.lake.delta import Changes
 from pipeline.manifest import Part, Plan, Record, Store
 from pipeline.partitions import Partition
@@ -34,14 +34,16 @@ from pipeline.published import (
     SNAPSHOT,
     MapPart,
     PublishedMap,
+    add_counts,
     density_table,
     encode_snapshot,
     load_snapshot,
     read_density,
 )
-from pipeline.report import Report, RowCount, render_report
+from pipeline.report import render_report
+from pipeline.run_report import PublishSettings, make_report
 from pipeline.runner import Report as Progress
-from pipeline.runs import load_manifest, read_file, run_name
+from pipeline.runs import load_manifest, read_file
 from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
 from pipeline.stages import publish
 from pipeline.stages.embed import (
@@ -212,7 +214,7 @@ def count_rows(
     planned = sum(changes[f"rows_{name}"] for name in ("new", "changed", "kept"))
     if not rows["rows_read"] == rows["rows_mapped"] + rows["rows_quarantined"] == planned:
         raise StageError(f"refresh: rows do not add up: {rows}, the lake has {planned}")
-    lost = publish.share_lost(rows["rows_mapped"], published.n_mapped)
+    lost = share_lost(rows["rows_mapped"], published.n_mapped)
     return rows | dict(changes) | {"rows_lost": lost}
 
 
@@ -225,7 +227,7 @@ def all_parts(
     return (*old, *publish.map_parts(ingest, embed, published.next_number))
 
 
-def republish_part(context: Context[publish.PublishSettings], _: Partition, __: Progress) -> Part:
+def republish_part(context: Context[PublishSettings], _: Partition, __: Progress) -> Part:
     """The files of the refreshed run that are neither map nor model."""
     run, facts = context.inputs["published"].folder, context.facts
     ingest, embed = context.read("ingest"), context.read("embed")
@@ -249,8 +251,12 @@ def republish_part(context: Context[publish.PublishSettings], _: Partition, __: 
         labels=_labels(context, published),
     )
     picture = draw_map(raster, context.settings.name)
-    report = _report(context, metrics, snapshot, picture)
-    report = replace(report, drift=drift_section(context.settings.drift, metrics, log))
+    report = replace(
+        make_report(context, metrics, picture, parts),
+        changes=tuple((n, metrics[f"files_{n}"], metrics[f"rows_{n}"]) for n in CHANGES),
+        drift=drift_section(context.settings.drift, metrics, log),
+        trained_in=published.trained_in,
+    )
     files = {
         "map.png": picture,
         "report.html": render_report(report).encode(),
@@ -289,45 +295,9 @@ def _labels(context: Context[Any], published: PublishedMap) -> dict[str, int] | 
         return new
     if published.labels is None or new is None:
         return None
-    lost = publish.add_counts(record.metrics["lost"] for record in tally.records)
-    left = publish.add_counts([published.labels, new, {k: -n for k, n in lost.items()}])
+    lost = add_counts(record.metrics["lost"] for record in tally.records)
+    left = add_counts([published.labels, new, {k: -n for k, n in lost.items()}])
     return {label: count for label, count in left.items() if count > 0}
-
-
-def _report(
-    context: Context[publish.PublishSettings],
-    metrics: dict[str, Any],
-    snapshot: PublishedMap,
-    picture: bytes,
-) -> Report:
-    ingest = context.read("ingest")
-    steps = ("ingest", "embed", "drift", "tally")
-    changes = [(n, metrics[f"files_{n}"], metrics[f"rows_{n}"]) for n in CHANGES]
-    return Report(
-        name=context.settings.name,
-        run_id=run_name(context.folder),
-        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        picture=picture,
-        curves="",
-        stages=tuple(publish.stage_row(name, context.inputs[name], context) for name in steps),
-        metrics=publish.metric_rows(metrics),
-        gates=tuple(publish.judge(context.settings.gates, metrics)),
-        rows=RowCount(
-            read=metrics["rows_read"],
-            mapped=metrics["rows_mapped"],
-            quarantined=metrics["rows_quarantined"],
-            trained=metrics["rows_trained"],
-            held_out=metrics["rows_held_out"],
-        ),
-        quarantine=publish.count_reasons(snapshot.parts),
-        quarantine_examples=publish.bad_rows(ingest),
-        warnings=tuple(ingest.manifest.facts["warnings"]),
-        files=publish.FILES,
-        job=context.settings.job,
-        versions=publish.installed_versions(),
-        changes=tuple(changes),
-        trained_in=snapshot.trained_in,
-    )
 
 
 ENCODER = Stage(

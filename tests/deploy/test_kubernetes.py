@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from jobs.sites.kubernetes import cluster_spec
-from pipeline.config import load_job
 from pipeline.errors import ConfigError, GateError, InputError
+from pipeline.job_file import load_job
 from tests.deploy.tools import DEPLOY, check, find_tool, read_documents
 
 FOLDER = DEPLOY / "kubernetes"

@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from pipeline import history
-from pipeline.config import GatesConfig, build_job
+from pipeline.config import GatesConfig
 from pipeline.errors import GateError, StageError, StoreError
+from pipeline.gates import check_gates
+from pipeline.job_file import build_job
 from pipeline.manifest import Store
 from pipeline.stages import publish
-from pipeline.stages.publish import check_gates
 from pipeline.stores import Folder
 from tests.data import Finished, tree
 
