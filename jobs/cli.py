@@ -188,12 +188,13 @@ def stage(
 def status(job_file: JobFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Say how far a job is, what is published, and whether the lake has changed since."""
     from jobs import flow
+    from jobs.status import find_status
     from jobs.tables import show_status, status_document
     from pipeline.job_file import load_job
 
     job = load_job(job_file, overrides or ())
     flow.check_place(job)
-    document = status_document(job, flow.status(job))
+    document = status_document(job, find_status(job))
     if as_json:
         _print_json(document)
     else:
@@ -253,7 +254,7 @@ def gc(
     import time
     from contextlib import nullcontext
 
-    from jobs import flow
+    from jobs.status import used_stores
     from jobs.tables import human_bytes
     from pipeline.job_file import load_job
     from pipeline.lease import hold
@@ -263,8 +264,7 @@ def gc(
     job = load_job(job_file, overrides or ())
     root, oldest = Folder(job.output), time.time() - 3600 * min_age_hours
     with nullcontext() if dry_run else hold(root, "gc"):
-        used = flow.used_stores(job)
-        found = collect(root, used, oldest, delete=not dry_run, keep_runs=keep_runs)
+        found = collect(root, used_stores(job), oldest, delete=not dry_run, keep_runs=keep_runs)
     if as_json:
         _print_json({**asdict(found), "dry_run": dry_run})
         return

@@ -21,8 +21,6 @@ from pipeline.manifest import (
     Store,
     find_store,
     forget_part,
-    load_commits,
-    load_plan,
     open_store,
 )
 from pipeline.remote import is_remote
@@ -33,7 +31,6 @@ from pipeline.stage import (
     Shape,
     Stage,
     StoreRef,
-    load_timing,
     locate,
     run_stage,
 )
@@ -85,24 +82,6 @@ class Published:
     run: Folder
     metrics: Mapping[str, Any]
     changed: bool
-
-
-@dataclass(frozen=True)
-class StageStatus:
-    """How far one step is; `state` is done, partial or waiting.
-
-    store: its place, once the steps before it are done. wall_seconds: of a step that is done.
-    task_seconds: the sum over its tasks so far.
-    """
-
-    name: str
-    state: str
-    store: str | None = None
-    n_done: int = 0
-    n_parts: int = 0
-    n_rows: int = 0
-    wall_seconds: float | None = None
-    task_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -293,68 +272,3 @@ def _find(stage: Stage[Any], refs: Mapping[str, StoreRef], root: Folder, job: Jo
 
 def _locate(stage: Stage[Any], refs: Mapping[str, StoreRef], root: Folder, job: Job) -> Folder:
     return locate(stage, {name: refs[name].digest for name in stage.reads}, root, job)
-
-
-def status(job: Job) -> list[StageStatus]:
-    """How far each step is; those after an unfinished one are waiting."""
-    root = Folder(job.output)
-    refs = {"lake": snapshot_ref(job)}
-    found: list[StageStatus] = []
-    for stage in STAGES:
-        if any(name not in refs for name in stage.reads):
-            found.append(StageStatus(stage.name, "waiting"))
-            continue
-        folder = _locate(stage, refs, root, job)
-        place, store = folder.url.removeprefix(f"{root.url}/"), find_store(folder)
-        if store is None:
-            found.append(_partial(stage.name, place, folder))
-            continue
-        found.append(_done(stage.name, place, store))
-        refs[stage.name] = StoreRef(folder, store.manifest.digest)
-    return found
-
-
-def _done(name: str, place: str, store: Store) -> StageStatus:
-    n_parts, timing = len(store.records), load_timing(store.folder)
-    return StageStatus(
-        name,
-        "done",
-        place,
-        n_done=n_parts,
-        n_parts=n_parts,
-        n_rows=store.n_rows,
-        wall_seconds=timing.wall_seconds,
-        task_seconds=timing.task_seconds,
-    )
-
-
-def used_stores(job: Job) -> list[str]:
-    """Places below the output of the job's stores, as far as they can be told."""
-    return [stage.store for stage in status(job) if stage.store is not None]
-
-
-def is_finished(job: Job) -> bool:
-    """Whether every step of the job is done."""
-    return all(stage.state == "done" for stage in status(job))
-
-
-def is_published(job: Job) -> bool:
-    """Whether the published run is that of the job and the lake as they are."""
-    current = history.current_run(Folder(job.output))
-    return current is not None and f"stores/publish/{current}" in used_stores(job)
-
-
-def _partial(name: str, place: str, folder: Folder) -> StageStatus:
-    plan = load_plan(folder)
-    if plan is None:
-        return StageStatus(name, "waiting", place)
-    commits = load_commits(folder).values()
-    return StageStatus(
-        name,
-        "partial",
-        place,
-        n_done=len(commits),
-        n_parts=len(plan.partitions),
-        n_rows=sum(commit.record.n_rows for commit in commits),
-        task_seconds=sum(commit.effort.seconds for commit in commits),
-    )

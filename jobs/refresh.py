@@ -54,6 +54,11 @@ class Base:
     run: Folder
     map: PublishedMap
 
+    @property
+    def ref(self) -> StoreRef:
+        """The run as a step reads it."""
+        return StoreRef(self.run, run_name(self.run))
+
 
 @dataclass(frozen=True)
 class Work:
@@ -152,16 +157,31 @@ def _run_once(job: Job, runner: Runner, observer: Observer, again: bool) -> Publ
     return Published(folder, metrics, changed=True)
 
 
-def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> dict[str, Store]:
-    """The stores of all steps; a gate may refuse on the way, drift may end them early."""
-    base, root = work.base, Folder(job.output)
-    lake = Folder(job.input.path)
-    refs = {
+def input_refs(job: Job, work: Work) -> dict[str, StoreRef]:
+    """What the steps start from."""
+    lake, base = Folder(job.input.path), work.base
+    return {
         "lake": StoreRef(lake, work.delta.digest),
         "today": StoreRef(lake, work.snapshot.digest),
         "model": StoreRef(base.run, base.map.encoder),
-        "published": StoreRef(base.run, run_name(base.run)),
+        "published": base.ref,
     }
+
+
+def known_as(stage: Stage[Any]) -> tuple[str, ...]:
+    """Names by which later steps know the step: the published encoder stands for a trained one."""
+    return (stage.name, "train") if stage is ENCODER else (stage.name,)
+
+
+def calls_for_training(drift: StoreRef) -> bool:
+    """Whether the scores say that the encoder has grown old."""
+    return bool(open_store(drift.folder, drift.digest).manifest.metrics["drift"] == "retrain")
+
+
+def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> dict[str, Store]:
+    """The stores of all steps; a gate may refuse on the way, drift may end them early."""
+    base, root = work.base, Folder(job.output)
+    refs = input_refs(job, work)
     stores: dict[str, Store] = {}
 
     def make(stage: Stage[Any], plan: Plan | None = None) -> Store:
@@ -169,19 +189,19 @@ def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> di
         if plan is not None:
             _write_plan(stage, inputs, root, job, plan)
         ref = run_stage(stage, inputs, root, job, runner, observer)
-        refs[stage.name] = ref
+        refs.update(dict.fromkeys(known_as(stage), ref))
         stores[stage.name] = open_store(ref.folder, ref.digest)
         return stores[stage.name]
 
     make(ENCODER)
-    refs["train"] = refs["encoder"]
     checked = make(INGEST, _plan_ingest(job, work))
     check_bad_rows(checked.manifest, job)
     placed = make(EMBED)
     kept = [part.number for part in work.kept]
     parts = all_parts(base.map, kept, checked, placed)
     check_gates(job.gates, count_rows(parts, base.map, vars(work.delta.changes)))
-    if must_retrain(make(DRIFT).manifest.metrics):
+    _tell_drift(make(DRIFT).manifest.metrics)
+    if calls_for_training(refs["drift"]):
         return stores
     make(TALLY, plan_tally(base.map, work.kept, work.gone, placed))
     files = {file.path: (file.size, file.etag) for file in work.snapshot.files}
@@ -189,12 +209,11 @@ def _make_stores(job: Job, work: Work, runner: Runner, observer: Observer) -> di
     return stores
 
 
-def must_retrain(drift: Mapping[str, Any]) -> bool:
-    """Whether the new rows have drifted too far; drift is told of in any case."""
+def _tell_drift(drift: Mapping[str, Any]) -> None:
+    """Say that the new rows are unlike those of the training, if they are."""
     if drift["drift"] in ("warn", "retrain"):
         what = "the encoder is trained again" if drift["drift"] == "retrain" else "look at the map"
         log.warning("drift: %s; %s", ", ".join(drift["drift_reasons"]), what)
-    return bool(drift["drift"] == "retrain")
 
 
 def _write_plan(

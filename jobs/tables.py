@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.cluster import Offer
-from jobs.flow import Preflight, StageStatus, free_bytes
+from jobs.flow import Preflight, free_bytes
+from jobs.status import StageStatus, Status
 from pipeline import history
 from pipeline.config import Job
 from pipeline.lake import InputFile, take_snapshot
+from pipeline.lease import Lease
 from pipeline.published import load_snapshot
 from pipeline.stages.ingest import lake_source
 from pipeline.stores import Folder
@@ -72,14 +74,16 @@ def show_plan(document: dict[str, Any]) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def status_document(job: Job, stages: Sequence[StageStatus]) -> dict[str, Any]:
+def status_document(job: Job, status: Status) -> dict[str, Any]:
     """Everything `status` knows, as plain values."""
-    entry = history.head(Folder(job.output))
+    entry, at_work = history.head(Folder(job.output)), status.at_work
     return {
         "job": job.name,
         "current": None if entry is None else entry.run,
         "published": None if entry is None else _published(job, entry),
-        "stages": [_stage_document(stage) for stage in stages],
+        "at_work": None if at_work is None else _at_work(at_work),
+        "command": status.command,
+        "stages": [_stage_document(stage) for stage in status.steps],
     }
 
 
@@ -93,6 +97,12 @@ def _published(job: Job, entry: history.Entry) -> dict[str, Any]:
         "lake_changed": take_snapshot(lake_source(job)).files != _known_files(run),
         "metrics": json.loads(run.get("metrics.json")),
     }
+
+
+def _at_work(lease: Lease) -> dict[str, Any]:
+    """Who holds the output now."""
+    keys = ("command", "host", "process", "since", "renewed")
+    return {key: value for key, value in asdict(lease).items() if key in keys}
 
 
 def _known_files(run: Folder) -> tuple[InputFile, ...]:
@@ -109,14 +119,18 @@ def _stage_document(stage: StageStatus) -> dict[str, Any]:
 def show_status(document: dict[str, Any]) -> None:
     """Print how far each step is, and what is published."""
     console = Console()
-    table = Table("stage", "state", "partitions", "rows", "seconds")
+    table = Table(f"step of {document['command']}", "state", "partitions", "rows", "seconds")
     for stage in document["stages"]:
         parts = f"{stage['n_done']:,} of {stage['n_parts']:,}" if stage["n_parts"] else ""
         rows = f"{stage['n_rows']:,}" if stage["n_rows"] else ""
         seconds = "" if stage["wall_seconds"] is None else f"{stage['wall_seconds']:,.1f}"
         table.add_row(stage["name"], stage["state"], parts, rows, seconds)
-    console.print(table)
-    published = document["published"]
+    if document["stages"]:
+        console.print(table)
+    at_work, published = document["at_work"], document["published"]
+    if at_work is not None:
+        line = f"at work: lakemap {at_work['command']} since {at_work['since']}"
+        console.print(f"{line} ({at_work['host']}, process {at_work['process']})", highlight=False)
     if published is None:
         console.print("published: nothing yet", highlight=False)
         return

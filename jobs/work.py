@@ -11,6 +11,7 @@ from jobs import flow, refresh
 from jobs.cluster import open_runner
 from jobs.metrics import Record, recorded
 from jobs.progress import make_observer
+from jobs.status import REFRESH, REFRESH_ANEW, is_finished, is_published
 from pipeline import history
 from pipeline.config import Job
 from pipeline.errors import ConfigError, InputError
@@ -54,9 +55,9 @@ def _run(job: Job, only: str | None, record: Record) -> flow.Published | None:
         raise ConfigError(f"stage {only}: unknown; the stages are {', '.join(flow.GROUPS)}")
     flow.check_place(job)
     command = "run" if only is None else f"stage {only}"
-    if only is None and flow.is_finished(job):  # no workers to start, only a look at the stores
+    if only is None and is_finished(job):  # no workers to start, only a look at the stores
         idle = SerialRunner(task_bytes=0)
-        if flow.is_published(job):  # nothing to write either
+        if is_published(job):  # nothing to write either
             return _watched(record, lambda observer: flow.run(job, idle, observer))
         with hold(Folder(job.output), command):
             return _watched(record, lambda observer: flow.run(job, idle, observer))
@@ -79,12 +80,17 @@ def _refresh(job: Job, again: bool, record: Record) -> flow.Published | None:
         if work is None:
             return refresh.unchanged(base)
         needs = refresh.preflight(job, work)
-    order = Order(job, "refresh", needs, record)
+    order = Order(job, REFRESH_ANEW if again else REFRESH, needs, record)
     return _work(order, lambda runner, seen: refresh.run(job, runner, seen, again=again))
 
 
 def roll_back(job: Job, run: str | None) -> history.Entry:
     """Publish an earlier run again: the one given, else the one before the published one."""
+    with recorded(job) as record:
+        return _roll_back(job, run, record)
+
+
+def _roll_back(job: Job, run: str | None, record: Record) -> history.Entry:
     root = Folder(job.output)
     if history.head(root) is None:
         raise InputError(f"{job.output}: no published map; nothing to roll back")
@@ -105,6 +111,7 @@ def roll_back(job: Job, run: str | None) -> history.Entry:
                 "lakemap history shows what was published"
             )
         history.publish(root, after, target, "rollback", manifest["metrics"]["rows_mapped"])
+        record.succeeded(manifest["metrics"])
         found = history.head(root)
     assert found is not None
     return found

@@ -91,22 +91,38 @@ def _clear_below(root: Folder, ours: int) -> None:
             root.delete(_key(number))
 
 
-def _check_free(root: Folder, number: int) -> None:
-    """Refuse while the lease is alive."""
+def find_holder(root: Folder) -> Lease | None:
+    """Who works on the folder now; None if nobody does."""
+    highest = max(_numbers(root), default=0)
+    return _living(root, highest) if highest else None
+
+
+def _living(root: Folder, number: int) -> Lease | None:
+    """The lease of that number if it is alive."""
     data, where = root.find(_key(number)), f"{root.url}/{_key(number)}"
     if data is None:  # it has just ended
-        return
+        return None
     try:
         lease = _LEASE.validate_json(data)
-        left = read_time(lease.expires) - time.time()
+        left = _seconds_left(lease)
     except ValueError as error:
         raise StoreError(f"{where}: not a lease; remove it if no run is under way") from error
     check_past(lease.renewed, where)
-    if left > 0 and not _is_dead(lease):
+    return lease if left > 0 and not _is_dead(lease) else None
+
+
+def _seconds_left(lease: Lease) -> float:
+    return read_time(lease.expires) - time.time()
+
+
+def _check_free(root: Folder, number: int) -> None:
+    """Refuse while the lease is alive."""
+    lease = _living(root, number)
+    if lease is not None:
         raise BusyError(
             f"{root.url}: lakemap {lease.command} is at work here since {lease.since} "
             f"({lease.host}, process {lease.process}); nothing was touched; try again when it has "
-            f"ended, or in {left:.0f} s if it has died"
+            f"ended, or in {_seconds_left(lease):.0f} s if it has died"
         )
 
 

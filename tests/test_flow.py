@@ -18,6 +18,7 @@ from encoders.artifact import Encoder
 from jobs import flow
 from jobs.cluster import DaskRunner
 from jobs.sites.site import Site
+from jobs.status import run_steps
 from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, InputError
 from pipeline.manifest import Manifest, Timing
@@ -212,17 +213,17 @@ def test_one_stage_alone_needs_those_before_it(tmp_path: Path) -> None:
 
 
 def test_status_tells_how_far_a_job_is(done: Finished, tmp_path: Path) -> None:
-    assert {(s.state, s.n_done) for s in flow.status(done.job)[:1]} == {("done", 4)}
-    assert [s.state for s in flow.status(done.job)] == ["done"] * len(NAMES)
+    assert {(s.state, s.n_done) for s in run_steps(done.job)[:1]} == {("done", 4)}
+    assert [s.state for s in run_steps(done.job)] == ["done"] * len(NAMES)
 
     job = make_job(done.lake.path, tmp_path / "maps", input=LABELLED)
-    assert [s.state for s in flow.status(job)] == ["waiting"] * len(NAMES)
+    assert [s.state for s in run_steps(job)] == ["waiting"] * len(NAMES)
     assert not (tmp_path / "maps").exists()
     run_until(job, "sample")
     store = next((tmp_path / "maps/stores/sample").iterdir())
     (store / "manifest.json").unlink()
     (store / "commits/000001.json").unlink()
-    found = flow.status(job)
+    found = run_steps(job)
     assert [s.state for s in found] == ["done", "partial"] + ["waiting"] * (len(NAMES) - 2)
     n_parts = found[1].n_parts
     assert (found[1].name, found[1].n_done, n_parts > 2) == ("sample", n_parts - 1, True)

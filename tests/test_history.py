@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.metrics import read_figures
 from pipeline import history
 from pipeline.errors import BusyError, InputError, StoreError
 from pipeline.history import Entry
@@ -124,6 +125,7 @@ def test_rollback_and_history_on_the_command_line(tmp_path: Path, capsys: Captur
         tmp_path / "maps",
         train={"steps": 4},
         gates={"trustworthiness": None},
+        metrics={"textfile": "blobs.prom"},
     )
     nothing = call("rollback", job)
     assert (nothing.code, "no published map" in nothing.err) == (2, True)
@@ -148,10 +150,12 @@ def test_rollback_and_history_on_the_command_line(tmp_path: Path, capsys: Captur
     ran = call("rollback", job)
     assert ran.out == f"published: {runs[1]} (360 rows) in place of {runs[2]}\n"
     assert "360 rows mapped" in call("report", job).out
+    assert read_figures(tmp_path / "blobs.prom").values["rows_mapped"] == 360
     assert tree(tmp_path / "maps/runs") == before
     assert call("rollback", job).out.startswith(f"published: {runs[0]} (300 rows)")
     last = call("rollback", job)
     assert (last.code, "no run was published before" in last.err) == (2, True)
+    assert read_figures(tmp_path / "blobs.prom").values["last_exit_code"] == 2
     assert "is the published one" in call("rollback", job, runs[0]).err
     assert "is not there" in call("rollback", job, "0123456789abcdef").err
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import flow
+from jobs.status import used_stores
 from pipeline import history
 from pipeline.job_file import load_job
 from pipeline.manifest import find_store
@@ -109,7 +109,7 @@ def test_orphans_are_collected_and_nothing_else(job: Path, maps: Path, capsys: C
     lost = digests(maps).keys() - needed.keys()
     assert len(lost) > 5
 
-    root, used = Folder(str(maps)), flow.used_stores(load_job(job))
+    root, used = Folder(str(maps)), used_stores(load_job(job))
     assert collect(root, used, time.time() - 3600, delete=True).n_files == 0  # all too young
     age(maps)
     dry = call_cli(capsys, "gc", job, "--dry-run")
