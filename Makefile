@@ -9,7 +9,7 @@ PEERS ?= $(BIN)/python
 SEEDS ?= 5
 TABLES ?= quality earlier study
 
-.PHONY: help install demo week test test-slurm test-deploy test-airflow lint bench bench-map bench-embed bench-scale bench-demo bench-graph bench-knn \
+.PHONY: help install demo week test test-slurm test-deploy test-airflow lint bench bench-map bench-embed bench-scale bench-demo bench-drift bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
@@ -86,6 +86,9 @@ bench-calibration: install  ## affinities and memberships beside openTSNE and um
 
 bench-joint: install  ## joint P and edges beside scipy and numpy in memory
 	$(BIN)/python -m benchmarks.joint_edges --data $(DATA)
+
+bench-drift: install  ## new digits: what the drift scores say, and how far the map moves
+	$(BIN)/python -m benchmarks.drift --data $(DATA)
 
 tables: install  ## the paper's tables beside the peers; SEEDS=1 TABLES="quality earlier study"
 	$(BIN)/python -m benchmarks.tables --data $(DATA) --peers-python $(PEERS) --seeds $(SEEDS) --tables $(TABLES)

@@ -167,13 +167,18 @@ def read_json(path: Path) -> Any:
 
 def read_run(output: Path) -> FinishedRun:
     """The published run, with the cost of every step."""
-    folder = output / "runs" / str(current_run(Folder(str(output))))
+    folder = published_folder(output)
     manifest = read_json(folder / "manifest.json")
     stages = {
         stage.name: stage_time(output / "stores" / stage.name / manifest["stores"][stage.name])
         for stage in STAGES
     }
     return FinishedRun(folder, manifest["metrics"], stages)
+
+
+def published_folder(output: Path) -> Path:
+    """Where the published run is."""
+    return output / "runs" / str(current_run(Folder(str(output))))
 
 
 def stage_time(store: Path) -> StageTime:
