@@ -3,7 +3,8 @@
 Files are in files.py, good and bad rows in rows.py, the formats in parquet.py and zarr.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -61,6 +62,8 @@ def read_partition(
     lost: dict[str, str] = {}
     while True:
         blocks = _blocks(root, source, partition, width, files or {}, lost)
+        if root.folder is None:  # on a disk the system reads ahead, and a thread costs more
+            blocks = _read_ahead(blocks)
         try:
             rows = collect_rows(source, np.empty((partition.n_rows, width), dtype), blocks, watch)
         except LakemapError:
@@ -94,6 +97,16 @@ def _blocks(
     if lost:
         return [Lost(piece.path, [(piece.start, piece.stop)]) for piece in partition.pieces]
     return read_zarr(root, source, partition)
+
+
+def _read_ahead(blocks: Iterable[Block | Lost]) -> Iterator[Block | Lost]:
+    """The blocks; each is fetched while what is done with the one before goes on."""
+    waiting = iter(blocks)
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, waiting, None)
+        while (block := coming.result()) is not None:
+            coming = thread.submit(next, waiting, None)
+            yield block
 
 
 def _find_changed(

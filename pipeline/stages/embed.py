@@ -1,9 +1,6 @@
 """embed: every good row of the lake to its place on the map, one Parquet file per partition."""
 
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -82,37 +79,29 @@ def load_encoder(ref: StoreRef) -> Encoder:
 
 
 class Places:
-    """Places of rows that are still being read, found in a thread of their own."""
+    """Places of rows that are still being read: each batch while it is in the processor's cache."""
 
-    def __init__(self, encoder: Encoder, thread: ThreadPoolExecutor) -> None:
-        self._encoder, self._thread = encoder, thread
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
         self._read: NDArray[Any] | None = None
-        self._n_sent = 0
-        self._found: list[Future[NDArray[Any]]] = []
+        self._n_placed = 0
+        self._found: list[NDArray[np.float32]] = []
 
     def follow(self, vectors: NDArray[Any]) -> None:
         """Place the rows read so far, less those that do not fill a batch."""
-        self._send(vectors, len(vectors) // EMBED_BATCH * EMBED_BATCH)
+        self._place(vectors, len(vectors) // EMBED_BATCH * EMBED_BATCH)
 
     def of(self, vectors: NDArray[Any]) -> NDArray[np.float32]:
         """The places of all rows, once they are all there."""
-        self._send(vectors, len(vectors))
-        return np.concatenate([NOWHERE, *(places.result() for places in self._found)])
+        self._place(vectors, len(vectors))
+        return np.concatenate([NOWHERE, *self._found])
 
-    def _send(self, vectors: NDArray[Any], stop: int) -> None:
+    def _place(self, vectors: NDArray[Any], stop: int) -> None:
         if vectors.base is not self._read:  # read anew, because a file had changed
-            self._read, self._n_sent, self._found = vectors.base, 0, []
-        if stop > self._n_sent:
-            some = vectors[self._n_sent : stop]
-            self._found.append(self._thread.submit(self._encoder.embed, some))
-            self._n_sent = stop
-
-
-@contextmanager
-def placing(encoder: Encoder) -> Iterator[Places]:
-    """Places to follow a reader with."""
-    with ThreadPoolExecutor(1) as thread:
-        yield Places(encoder, thread)
+            self._read, self._n_placed, self._found = vectors.base, 0, []
+        if stop > self._n_placed:
+            self._found.append(self._encoder.embed(vectors[self._n_placed : stop]))
+            self._n_placed = stop
 
 
 @lru_cache(maxsize=2)
@@ -129,9 +118,9 @@ def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) ->
     """A partition's map; rows that cannot be placed are set aside with the reason."""
     ingest, config = context.read("ingest"), context.settings.embed
     record = ingest.records[partition.index]
-    with placing(load_encoder(context.inputs["train"])) as places:
-        rows, ranks = read_good_rows(context.settings.source, ingest, record, places.follow)
-        xy = places.of(rows.vectors)
+    places = Places(load_encoder(context.inputs["train"]))
+    rows, ranks = read_good_rows(context.settings.source, ingest, record, places.follow)
+    xy = places.of(rows.vectors)
     mapped = np.isfinite(xy).all(axis=1)
     columns = {"id": rows.ids, "x": pa.array(xy[:, 0]), "y": pa.array(xy[:, 1])}
     if rows.labels is not None:
@@ -267,7 +256,9 @@ def _unmapped(
 ) -> pa.Table:
     """Quarantine entries, by rank: the rows of these numbers, and those of files that changed."""
     file = record.partition.pieces[0].path
-    gone = np.setdiff1d(np.arange(record.n_rows), ranks)
+    stayed = np.zeros(record.n_rows, bool)
+    stayed[ranks] = True
+    gone = np.flatnonzero(~stayed)
     ids = pc.cast(rows.ids.take(pa.array(numbers)), pa.string()).to_pylist()
     n_lost, n_gone = len(numbers), len(gone)
     table = pa.table(
