@@ -184,7 +184,7 @@ class RetrainConfig:
     notice as well, has its places on the map already.
     """
 
-    novel_share: Share | None = 0.1
+    novel_share: Share | None = 0.05
     occupancy_shift: Share | None = None
     domain_auc: Share | None = None
 

@@ -273,8 +273,8 @@ def test_a_wrong_value_is_named(tmp_path: Path, setting: str, line: str) -> None
         ),
         (
             ["drift.warn.novel_share=0.2"],
-            "drift.warn.novel_share is 0.2, drift.retrain.novel_share is 0.1; the warning must not "
-            "come after the retraining: lower the first or raise the second",
+            "drift.warn.novel_share is 0.2, drift.retrain.novel_share is 0.05; the warning must "
+            "not come after the retraining: lower the first or raise the second",
         ),
         (
             ["train.min_dist=3"],

@@ -144,7 +144,7 @@ def test_a_new_cluster_trains_the_encoder_again(
     before, seen = history.current_run(Folder(job.output)), Recorder()
     with caplog.at_level(logging.WARNING, "lakemap"):
         published = refresh_job(job, seen)
-    assert "drift: novel_share 1.000 is above 0.1; the encoder is trained again" in caplog.text
+    assert "drift: novel_share 1.000 is above 0.05; the encoder is trained again" in caplog.text
     assert seen.ran[:4] == ["encoder", "ingest", "embed", "drift"]
     assert "tally" not in seen.ran
     assert seen.ran[-1] == "publish"
@@ -167,7 +167,7 @@ def test_a_new_cluster_trains_the_encoder_again(
     assert row["displacement_p95"] == found["displacement_p95"]
     page = (run / "report.html").read_text()
     assert '<section id="displacement">' in page
-    assert "The encoder was trained again: novel_share 1.000 is above 0.1." in page
+    assert "The encoder was trained again: novel_share 1.000 is above 0.05." in page
     assert (run / "displacement.png").read_bytes().startswith(b"\x89PNG")
     assert not refresh_job(job).changed  # and the next night finds nothing to do
 
@@ -189,11 +189,11 @@ def test_a_retrained_map_is_refreshed_like_any_other(job: Job, lake: Path) -> No
 def test_drift_below_the_retraining_only_warns(
     job: Job, lake: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_rows(lake / "new.parquet", np.concatenate([NEW[:20], KNOWN[1200:1480]]))
+    write_rows(lake / "new.parquet", np.concatenate([NEW[:10], KNOWN[1200:1490]]))
     with caplog.at_level(logging.WARNING, "lakemap"):
         published = refresh_job(job)
     assert "is above 0.03; look at the map" in caplog.text
-    assert 20 / 300 <= published.metrics["novel_share"] < 0.1
+    assert 0.03 < published.metrics["novel_share"] < 0.05
     assert actions(job) == ["run", "refresh"]
     page = (Path(published.run.url) / "report.html").read_text()
     assert "Warning: novel_share 0.0" in page
