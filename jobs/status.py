@@ -54,13 +54,14 @@ def find_status(job: Job) -> Status:
     at_work = find_holder(Folder(job.output))
     command = "" if at_work is None else at_work.command
     steps = run_steps(job)
-    if command.startswith(REFRESH) or (steps[0].state == "waiting" and command != "run"):
+    refreshes = command.startswith(REFRESH)
+    if refreshes or (steps[0].state == "waiting" and not command.startswith(("run", "stage"))):
         try:
             base = refresh.find_base(job)
             if base is not None:
-                again = command == REFRESH_ANEW
-                return Status(command or REFRESH, _refresh_steps(job, base, again), at_work)
-        except LakemapError:  # another job's map, which only a run can replace
+                due = _refresh_steps(job, base, again=command == REFRESH_ANEW)
+                return Status(command if refreshes else REFRESH, due, at_work)
+        except LakemapError:  # only a run can replace the map, or says what is wrong with the lake
             pass
     return Status("run", steps, at_work)
 

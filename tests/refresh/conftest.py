@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.config import Job
-from tests.data import (
-    make_job,
-    run_job,
-    small_blocks,
-)
+from tests.data import make_job, run_job, small_blocks
 from tests.refresh.nights import QUICK, some, write_file
 
 
@@ -31,8 +28,14 @@ def lake(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def job(lake: Path, tmp_path: Path) -> Job:
+def quick() -> dict[str, Any]:
+    """The job's settings."""
+    return QUICK
+
+
+@pytest.fixture
+def job(lake: Path, tmp_path: Path, quick: dict[str, Any]) -> Job:
     """A job whose map is published."""
-    made = make_job(lake, tmp_path / "maps", **QUICK)
+    made = make_job(lake, tmp_path / "maps", **quick)
     run_job(made)
     return made

@@ -53,8 +53,8 @@ def some(n_rows: int, seed: int = 0) -> Blobs:
     return make_blobs(n_rows, seed=seed)
 
 
-def refresh_job(job: Job, seen: Recorder | None = None) -> flow.Published:
-    return refresh.run(job, one_try(), seen or Recorder())
+def refresh_job(job: Job, seen: Recorder | None = None, again: bool = False) -> flow.Published:
+    return refresh.run(job, one_try(), seen or Recorder(), again=again)
 
 
 def change_lake(lake: Path) -> None:

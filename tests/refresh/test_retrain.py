@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from encoders.artifact import Encoder
-from jobs import flow, refresh, retrain
+from jobs import refresh, retrain
 from pipeline import history
 from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, InputError
@@ -26,12 +25,10 @@ from tests.data import (
     Recorder,
     call_cli,
     make_blobs,
-    make_job,
     one_try,
-    run_job,
-    small_blocks,
     write_job,
 )
+from tests.refresh.nights import refresh_job
 
 SCORES = ("novel_share", "occupancy_shift", "domain_auc")
 QUICK: dict[str, Any] = {
@@ -41,12 +38,6 @@ QUICK: dict[str, Any] = {
 }
 ROWS = make_blobs(2200, n_blobs=6)
 NEW_BLOB = 5
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks() -> Iterator[None]:
-    with small_blocks():
-        yield
 
 
 def write_rows(path: Path, rows: NDArray[np.int64]) -> None:
@@ -74,15 +65,8 @@ def lake(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def job(lake: Path, tmp_path: Path) -> Job:
-    """A job whose map is published."""
-    made = make_job(lake, tmp_path / "maps", **QUICK)
-    run_job(made)
-    return made
-
-
-def refresh_job(job: Job, seen: Recorder | None = None, again: bool = False) -> flow.Published:
-    return refresh.run(job, one_try(), seen or Recorder(), again=again)
+def quick() -> dict[str, Any]:
+    return QUICK
 
 
 def read_map(run: Path) -> pa.Table:

@@ -50,6 +50,18 @@ def test_a_published_map_is_due_a_refresh_only(job: Job, lake: Path) -> None:
     assert find_status(job) == ("refresh", [], None)  # and nothing is due
 
 
+@pytest.mark.parametrize(("at_work", "shown"), [("gc", "refresh"), ("stage ingest", "run")])
+def test_other_commands_at_work_have_no_steps_of_their_own(
+    at_work: str, shown: str, job: Job, lake: Path
+) -> None:
+    change_lake(lake)
+    with hold(Folder(job.output), at_work):
+        found = find_status(job)
+    assert found.command == shown
+    assert found.at_work is not None
+    assert found.at_work.command == at_work
+
+
 def test_other_settings_need_a_run(job: Job, lake: Path) -> None:
     change_lake(lake)
     longer = replace(job, train=replace(job.train, steps=5))
