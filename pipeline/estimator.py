@@ -27,7 +27,9 @@ from pipeline.config import (
 from pipeline.graph import find_neighbors, join_graph
 from pipeline.kernels.edges import draw_negatives, draw_positives
 from pipeline.kernels.symmetrize import SparseRows
-from pipeline.stages import cells, train
+from pipeline.stages import cells
+from pipeline.stages.train import settings as train_settings
+from pipeline.training import make_fit_config, network_config, preprocessing_config
 
 DTYPES = (np.float32, np.float16, np.uint8, np.int8)  # others become float32
 DEFAULT = TrainConfig()
@@ -169,9 +171,9 @@ def train_encoder(
     rows: NDArray[Any], graph: SparseRows, job: Job
 ) -> tuple[Encoder, dict[str, NDArray[Any]]]:
     """The encoder of the job's train section, and the telemetry of its training."""
-    settings = train.settings(job)
-    preprocessing = fit_preprocessing(rows, train.preprocessing_config(settings))
-    config, fit_config = train.network_config(job.train), train.make_fit_config(settings)
+    settings = train_settings(job)
+    preprocessing = fit_preprocessing(rows, preprocessing_config(settings))
+    config, fit_config = network_config(job.train), make_fit_config(settings)
     network = build_network(config, preprocessing.n_outputs, job.train.seed)
     trained = Trained(rows, preprocessing, network, build_objective(fit_config.objective))
     fitted = fit(trained, make_batches(graph, job), fit_config)

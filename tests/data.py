@@ -23,13 +23,14 @@ import zarr
 from numpy.typing import NDArray
 
 from jobs import cli, flow
+from pipeline import training
 from pipeline.config import Job
 from pipeline.job_file import build_job
 from pipeline.lake import take_snapshot
 from pipeline.manifest import Commit, Manifest, Store, Timing, find_store, open_store
 from pipeline.runner import SerialRunner
 from pipeline.stage import Stage, StoreRef, locate, run_stage
-from pipeline.stages import cells, edges, evaluate, neighbors, sample, train
+from pipeline.stages import cells, edges, evaluate, neighbors, sample
 from pipeline.stages.ingest import lake_source
 from pipeline.stores import Folder
 
@@ -277,7 +278,7 @@ _SMALL: tuple[tuple[Any, str, Any], ...] = (
     (neighbors, "QUERIES_PER_TASK", 128),
     (edges, "EDGES_PER_SHARD", 1000),
     (evaluate, "MAP_FILES_PER_TASK", 2),
-    (train, "os", SimpleNamespace(sched_getaffinity=lambda _: {0})),
+    (training, "os", SimpleNamespace(sched_getaffinity=lambda _: {0})),
 )
 
 

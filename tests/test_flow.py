@@ -19,10 +19,10 @@ from jobs import flow
 from jobs.cluster import DaskRunner
 from jobs.sites.site import Site
 from jobs.status import run_steps
+from pipeline import placing
 from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, InputError
 from pipeline.manifest import Manifest, Timing
-from pipeline.stages import embed
 from tests.data import (
     LABELLED,
     Finished,
@@ -166,9 +166,9 @@ def test_rows_without_a_place_are_accounted_for(
     lake = write_parquet(tmp_path / "lake", make_blobs(300).vectors, n_bad=3)
     job = make_job(lake.path, tmp_path / "maps", **QUICK)
     lost = lake.good[[0, 7, 296]]
-    load_encoder = embed.load_encoder
+    load_encoder = placing.load_encoder
     monkeypatch.setattr(
-        embed, "load_encoder", lambda ref: LosesRows(load_encoder(ref), lake.vectors[lost])
+        placing, "load_encoder", lambda ref: LosesRows(load_encoder(ref), lake.vectors[lost])
     )
     published = run_job(job)
     rows = {key: n for key, n in published.metrics.items() if key.startswith("rows_")}

@@ -148,16 +148,25 @@ def test_the_spine_has_one_direction(path: str, allowed: set[str]) -> None:
     ["import jobs.cli", "import sys; sys.argv[1:] = ['--help']; import jobs.cli as c; c.main()"],
 )
 def test_help_costs_no_heavy_import(code: str) -> None:
+    assert loaded_by(code, HEAVY) == "[]"
+
+
+def test_the_driver_leaves_torch_and_sklearn_to_the_workers() -> None:
+    """They take seconds and hundreds of MiB, also of a refresh with nothing to do."""
+    assert loaded_by("import jobs.work", {"torch", "sklearn"}) == "[]"
+
+
+def loaded_by(code: str, modules: set[str]) -> str:
+    """Those of the modules that a process has loaded after running the code."""
     script = f"""
 import sys
 try:
     exec({code!r})
 except SystemExit as stop:
     assert not stop.code
-heavy = {sorted(HEAVY)}
-print("loaded:", [name for name in heavy if name in sys.modules])
+print([name for name in {sorted(modules)} if name in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "loaded: []"
+    return done.stdout.splitlines()[-1]

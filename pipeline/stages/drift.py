@@ -7,29 +7,16 @@ displacement  the same rows on the published map and on that of an encoder train
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-from zlib import crc32
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
-from encoders.reference import count_tiles, diameter
-from encoders.restart import LANDMARK_NOVELTY
 from pipeline.config import DriftConfig, Job
-from pipeline.kernels.drift import displacement, domain_auc, occupancy_shift
-from pipeline.kernels.sampling import draw_positions
-from pipeline.manifest import Part, Record, Store
-from pipeline.model import load_model
+from pipeline.manifest import Part, Record
 from pipeline.partitions import Partition
-from pipeline.published import load_snapshot
 from pipeline.runner import Report
 from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
-from pipeline.stages.embed import DRIFT_ROWS, load_encoder, load_reference
+from pipeline.stages.embed import DRIFT_ROWS
 
 SCORES = ("novel_share", "occupancy_shift", "domain_auc")
-CLASSIFIED_ROWS = 2000  # of each kind: more take longer and say the same
 COMPARED_ROWS = 5000
-FEWEST_COMPARED = 100
 
 
 @dataclass(frozen=True)
@@ -61,38 +48,6 @@ def estimate_displacement(_: Job, shape: Shape) -> Estimate:
     return Estimate(1, PROCESS_BYTES + rows + COMPARED_ROWS * (8 * shape.width + 80_000), 1 << 20)
 
 
-def drift_part(context: Context[DriftConfig], _: Partition, __: Report) -> Part:
-    """The scores of all new rows; none where there are too few to judge by."""
-    embed, config = context.read("embed"), context.settings
-    n_rows = embed.n_rows
-    metrics: dict[str, Any] = dict.fromkeys(SCORES)
-    drawn = _drawn_rows(embed)
-    if n_rows >= config.rows and len(drawn) >= 20:
-        reference = load_reference(context.inputs["encoder"])
-        assert reference is not None, "the step carries one"
-        tiles = count_tiles(drawn[:, :2], reference.extent)
-        order = np.random.default_rng([config.seed, crc32(b"drift")]).permutation(len(drawn))
-        view = drawn[order[:CLASSIFIED_ROWS], 2:]
-        metrics = {
-            "novel_share": sum(r.metrics["n_novel"] for r in embed.records) / n_rows,
-            "occupancy_shift": occupancy_shift(reference.tiles, tiles, config.seed),
-            "domain_auc": domain_auc(reference.rows[:CLASSIFIED_ROWS], view, config.seed),
-        }
-    verdict, reasons = judge_drift(config, metrics)
-    metrics |= {"drift": verdict, "drift_reasons": reasons, "drift_rows": n_rows}
-    return Part(n_rows, metrics=metrics)
-
-
-def _drawn_rows(embed: Store) -> NDArray[np.float32]:
-    """Place and view of the rows drawn from all partitions."""
-    blocks = [
-        embed.arrays(record).read("drawn")
-        for record in embed.records
-        if any(name.startswith("arrays/drawn/") for name in record.objects)
-    ]
-    return np.concatenate(blocks) if blocks else np.empty((0, 3), np.float32)
-
-
 def judge_drift(config: DriftConfig, scores: Mapping[str, float | None]) -> tuple[str, list[str]]:
     """What the scores call for (retrain, warn, none, or unknown), and those that do, as text."""
     for verdict, limits in (("retrain", config.retrain), ("warn", config.warn)):
@@ -107,45 +62,18 @@ def judge_drift(config: DriftConfig, scores: Mapping[str, float | None]) -> tupl
     return ("unknown" if scores["novel_share"] is None else "none"), []
 
 
+def drift_part(context: Context[DriftConfig], _: Partition, __: Report) -> Part:
+    """The scores of all new rows."""
+    from pipeline.comparison import score_drift  # noqa: PLC0415 - loads torch; the driver needs none
+
+    return score_drift(context)
+
+
 def displacement_part(context: Context[CompareSettings], _: Partition, __: Report) -> Part:
-    """How far rows of the sample that were on the published map have moved."""
-    sample, seed = context.read("sample"), context.settings.seed
-    earlier, reference = load_model(context.inputs["published"])
-    rows = sample.rows("vectors", 0, sample.n_rows)
-    number, rule = np.flatnonzero(_stayed(context)), "rows of files that stayed"
-    if len(number) < FEWEST_COMPARED:
-        number = np.flatnonzero(reference.score(rows) < LANDMARK_NOVELTY)
-        rule = "rows that the published encoder knew"
-    drawn = draw_positions(len(number), COMPARED_ROWS, [seed, crc32(b"displacement")])
-    rows = rows[np.sort(number[drawn])]
-    old, new = earlier.embed(rows), load_encoder(context.inputs["train"]).embed(rows)
-    metrics: dict[str, Any] = {"compared_rows": len(rows), "compared_on": rule}
-    if len(rows) > context.settings.k:
-        found = displacement(old, new, diameter(reference.extent), context.settings.k)
-        metrics |= {
-            "displacement_median": found.median,
-            "displacement_p95": found.p95,
-            "neighbor_overlap": found.overlap,
-        }
-    columns = {"old_x": old[:, 0], "old_y": old[:, 1], "new_x": new[:, 0], "new_y": new[:, 1]}
-    return Part(len(rows), tables={"moved": pa.table(columns)}, metrics=metrics)
+    """How far rows have moved."""
+    from pipeline.comparison import measure_displacement  # noqa: PLC0415 - loads torch as well
 
-
-def _stayed(context: Context[CompareSettings]) -> NDArray[np.bool_]:
-    """Which rows of the sample are of files that are as they were when the map was published."""
-    ingest, sample = context.read("ingest"), context.read("sample")
-    then = load_snapshot(context.inputs["published"].folder).files
-    now = {path: tuple(entry) for path, entry in ingest.manifest.facts["files"].items()}
-    partition = np.concatenate([sample.arrays(r).read("partition") for r in sample.records])
-    rank = np.concatenate([sample.arrays(r).read("rank") for r in sample.records])
-    stayed = np.zeros(len(rank), bool)
-    for index in np.unique(partition):
-        counts = ingest.records[index].metrics["n_good"]
-        same = np.array([path in now and now[path] == then.get(path) for path in counts])
-        inside = partition == index
-        ends = np.cumsum(list(counts.values()))
-        stayed[inside] = same[np.searchsorted(ends, rank[inside], side="right")]
-    return stayed
+    return measure_displacement(context)
 
 
 def first_metrics(_: Context[Any], records: list[Record]) -> dict[str, Any]:

@@ -2,27 +2,22 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, unquote
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from encoders.artifact import EMBED_BATCH, Encoder
-from encoders.reference import REFERENCE_FILE, Reference
 from pipeline.config import EmbedConfig, Job
 from pipeline.errors import InputError
 from pipeline.kernels.morton import morton_keys
-from pipeline.kernels.sampling import draw_positions
 from pipeline.lake import CHANGED, Rows, Source
-from pipeline.manifest import Part, Plan, Record, Store, open_store
+from pipeline.manifest import Part, Plan, Record, Store
 from pipeline.partitions import Partition
 from pipeline.runner import Report
-from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, StoreRef
+from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage
 from pipeline.stages.ingest import lake_source, read_good_rows
 
 # A label with more values than this in one partition is not a category to colour by.
@@ -34,7 +29,6 @@ PUBLISHED_ENCODER = "encoder"  # the step that carries it to a refresh, in place
 NOVEL = 0.99  # rows above this novelty are novel: one in a hundred where nothing has changed
 DRIFT_ROWS = 10_000  # new rows that occupancy and the classifier are measured on
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-NOWHERE = np.empty((0, 2), np.float32)
 NO_PLACES = pa.table(
     {"x": pa.array([], pa.float32()), "y": pa.array([], pa.float32()), "label": pa.nulls(0)}
 )
@@ -69,63 +63,20 @@ def prepare(context: Context[EmbedSettings]) -> Plan:
     return Plan([record.partition for record in context.read("ingest").records])
 
 
-@lru_cache(maxsize=2)
-def load_encoder(ref: StoreRef) -> Encoder:
-    """The trained encoder, loaded once per process; its digest is checked."""
-    store = open_store(ref.folder, ref.digest)
-    record = store.records[0]
-    names = ("encoder.safetensors", "encoder.json")
-    return Encoder.from_files({name: store.file(record, name) for name in names})
-
-
-class Places:
-    """Places of rows that are still being read: each batch while it is in the processor's cache."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-        self._read: NDArray[Any] | None = None
-        self._n_placed = 0
-        self._found: list[NDArray[np.float32]] = []
-
-    def follow(self, vectors: NDArray[Any]) -> None:
-        """Place the rows read so far, less those that do not fill a batch."""
-        self._place(vectors, len(vectors) // EMBED_BATCH * EMBED_BATCH)
-
-    def of(self, vectors: NDArray[Any]) -> NDArray[np.float32]:
-        """The places of all rows, once they are all there."""
-        self._place(vectors, len(vectors))
-        return np.concatenate([NOWHERE, *self._found])
-
-    def _place(self, vectors: NDArray[Any], stop: int) -> None:
-        if vectors.base is not self._read:  # read anew, because a file had changed
-            self._read, self._n_placed, self._found = vectors.base, 0, []
-        if stop > self._n_placed:
-            self._found.append(self._encoder.embed(vectors[self._n_placed : stop]))
-            self._n_placed = stop
-
-
-@lru_cache(maxsize=2)
-def load_reference(ref: StoreRef) -> Reference | None:
-    """What the published encoder was trained on; None of one that this run trained."""
-    store = open_store(ref.folder, ref.digest)
-    if store.manifest.stage != PUBLISHED_ENCODER:
-        return None
-    data = store.file(store.records[0], REFERENCE_FILE)
-    return Reference.from_bytes(data, load_encoder(ref))
-
-
 def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) -> Part:
     """A partition's map; rows that cannot be placed are set aside with the reason."""
+    from pipeline import placing  # noqa: PLC0415 - loads torch, which the driver does not need
+
     ingest, config = context.read("ingest"), context.settings.embed
     record = ingest.records[partition.index]
-    places = Places(load_encoder(context.inputs["train"]))
+    places = placing.Places(placing.load_encoder(context.inputs["train"]))
     rows, ranks = read_good_rows(context.settings.source, ingest, record, places.follow)
     xy = places.of(rows.vectors)
     mapped = np.isfinite(xy).all(axis=1)
     columns = {"id": rows.ids, "x": pa.array(xy[:, 0]), "y": pa.array(xy[:, 1])}
     if rows.labels is not None:
         columns["label"] = rows.labels
-    seen = judge_rows(context, partition, rows.vectors, xy)
+    seen = placing.judge_rows(context, partition, rows.vectors, xy)
     columns["novelty"] = pa.array(seen.novelty) if seen else pa.nulls(len(xy), pa.float32())
     columns |= {name: rows.passed[name].combine_chunks() for name in config.columns}
     table = pa.table(columns).filter(pa.array(mapped))
@@ -147,47 +98,6 @@ def do_part(context: Context[EmbedSettings], partition: Partition, _: Report) ->
         if len(seen.drawn):
             arrays["drawn"] = seen.drawn
     return Part(table.num_rows, arrays=arrays, tables=tables, metrics=metrics)
-
-
-class Judged(NamedTuple):
-    """How new a partition's rows are, and those of them that drift is measured on.
-
-    novelty: (n,) float32. drawn: (m, 2 + v) float32, place and view; see `Reference`.
-    """
-
-    novelty: NDArray[np.float32]
-    drawn: NDArray[np.float32]
-
-
-def judge_rows(
-    context: Context[EmbedSettings],
-    partition: Partition,
-    vectors: NDArray[Any],
-    xy: NDArray[np.float32],
-) -> Judged | None:
-    """How new the rows are to a published encoder; None to one that this run trained.
-
-    Its training rows are what novelty is measured by, and they are a sample of these rows.
-    """
-    reference = load_reference(context.inputs["train"])
-    if reference is None:
-        return None
-    starts, drawn = _drawn_rows(context.inputs["ingest"])
-    start = starts[partition.index]
-    low, high = np.searchsorted(drawn, [start, start + len(vectors)])
-    some = drawn[low:high] - start
-    some = some[np.isfinite(xy[some]).all(axis=1)]
-    return Judged(
-        reference.score(vectors), np.concatenate([xy[some], reference.view(vectors[some])], axis=1)
-    )
-
-
-@lru_cache(maxsize=2)
-def _drawn_rows(ref: StoreRef) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each partition's good rows start among all, and the rows to measure drift on."""
-    ingest = open_store(ref.folder, ref.digest)
-    starts = np.cumsum([0, *(record.n_rows for record in ingest.records)], dtype=np.int64)
-    return starts, np.sort(draw_positions(int(starts[-1]), DRIFT_ROWS, [crc32(b"drift")]))
 
 
 def arrange(

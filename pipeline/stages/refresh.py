@@ -19,8 +19,6 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 
-from encoders.artifact import HEADER_FILE, WEIGHTS_FILE, ArtifactError, Encoder
-from encoders.reference import REFERENCE_FILE, Reference
 from pipeline.config import Job
 from pipeline.drift_log import drift_section, extend_log
 from pipeline.errors import InputError, StageError
@@ -78,6 +76,14 @@ def estimate_encoder(job: Job, shape: Shape) -> Estimate:
 
 def carry_encoder(context: Context[NoSettings], _: Partition, __: Progress) -> Part:
     """The files of the published encoder, which must be the one that made the map."""
+    from encoders.artifact import (  # noqa: PLC0415 - loads torch, which the driver does not need
+        HEADER_FILE,
+        WEIGHTS_FILE,
+        ArtifactError,
+        Encoder,
+    )
+    from encoders.reference import REFERENCE_FILE, Reference  # noqa: PLC0415 - loads torch
+
     run, digest = context.inputs["model"].folder, context.inputs["model"].digest
     names = (WEIGHTS_FILE, HEADER_FILE, REFERENCE_FILE)
     files = {name: _read(run, f"model/{name}") for name in names}

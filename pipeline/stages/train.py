@@ -3,42 +3,18 @@
 The task keeps a checkpoint in its store, so a killed run goes on where it was.
 """
 
-import logging
-import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
-from encoders.artifact import Encoder, set_threads
-from encoders.fit import DivergedError, Draw, FitConfig, Fitted, Trained, fit
-from encoders.networks import NetworkConfig, build_network
-from encoders.objectives import ObjectiveConfig, build_objective
-from encoders.preprocessing import BLOCK_ROWS, PreprocessingConfig
-from encoders.reference import REFERENCE_FILE, Extent, fit_reference
-from encoders.restart import Start, start_anew, start_from
-from pipeline.batches import EdgeBatches, Edges, PointBatches
 from pipeline.config import Job, TrainConfig
-from pipeline.errors import ConfigError
-from pipeline.kernels.symmetrize import SparseRows
-from pipeline.manifest import Part, Record, Store
-from pipeline.model import load_model
+from pipeline.manifest import Part, Record
 from pipeline.partitions import Partition
 from pipeline.runner import Report
 from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
 
-log = logging.getLogger("lakemap")
-
 CHECKPOINT = "checkpoint.safetensors"
-CHECKPOINT_SECONDS = 10.0
-EXTENT_ROWS = 50_000
-STEPS_PER_REPORT = 20
 COMPONENTS = 100  # principal components that dense networks get by default
-GAMMA = {"tsne": 1.0, "largevis": 7.0, "umap": 1.0}  # the papers' own
+BLOCK_ROWS = 8192  # that are widened at once when statistics are taken
 
 
 @dataclass(frozen=True)
@@ -64,7 +40,7 @@ def estimate(job: Job, shape: Shape) -> Estimate:
     batch = config.batch * 4 * (2 * shape.width + 3 * depth * hidden + 6 * config.batch)
     rows = shape.n_train * shape.row_bytes
     graph = 24 * shape.n_train * job.neighbors.k if config.batches == "points" else 0
-    n_components = preprocessing_config(settings(job)).pca or 0
+    n_components = count_components(config)
     components = 32 * shape.width * n_components
     projected = 4 * shape.n_train * min(n_components, shape.width)
     held = max(batch + 5 * weights, components + 2 * BLOCK_ROWS * 8 * shape.width) + graph
@@ -72,175 +48,18 @@ def estimate(job: Job, shape: Shape) -> Estimate:
     return Estimate(1, PROCESS_BYTES + 2 * rows + held, 2 * weights)
 
 
+def count_components(config: TrainConfig) -> int:
+    """The principal components that the network gets; 0: the columns themselves."""
+    if config.preprocessing.pca is not None:
+        return config.preprocessing.pca
+    return COMPONENTS if config.encoder.kind in ("mlp", "residual") else 0
+
+
 def do_part(context: Context[TrainSettings], _: Partition, report: Report) -> Part:
     """The encoder's files and the telemetry of its training."""
-    sample, config = context.read("sample"), context.settings.train
-    rows = sample.rows("vectors", 0, sample.n_rows)
-    architecture, fit_config = network_config(config), make_fit_config(context.settings)
-    earlier = context.inputs.get("published")
-    if earlier is not None:  # its clusters are apart already
-        fit_config = replace(fit_config, exaggerated_share=0.0)
-    try:
-        start = _start(context, rows)
-        draw = _batches(context)
+    from pipeline.training import train  # noqa: PLC0415 - loads torch; the driver needs none
 
-        def run(resume: bytes | None) -> Fitted:
-            network = build_network(architecture, start.preprocessing.n_outputs, config.seed)
-            if start.weights is not None:
-                network.load_state_dict(start.weights)
-            objective = build_objective(fit_config.objective)
-            return fit(
-                Trained(rows, start.preprocessing, network, objective, start.anchors),
-                draw,
-                fit_config,
-                resume=resume,
-                save=lambda data: context.folder.put(CHECKPOINT, data),
-                report=_reporter(config, report),
-            )
-
-        fitted = _resumed(context, run)
-    except (DivergedError, ValueError) as error:
-        raise ConfigError(f"train: {error}") from error
-    info = {"training_rows": len(rows), "sample": context.inputs["sample"].digest}
-    if earlier is not None:
-        info["earlier"] = earlier.digest
-    encoder = Encoder(architecture, start.preprocessing, fitted.network, info)
-    set_threads(len(os.sched_getaffinity(0)))
-    xy = encoder.embed(rows[:: max(1, len(rows) // EXTENT_ROWS)])
-    extent = _extent(xy)
-    reference = fit_reference(encoder, rows, xy, extent)
-    metrics = {
-        "extent": list(extent),
-        "loss": float(np.mean(fitted.telemetry["loss"][-100:])),
-        "pair_clipped": float(np.mean(fitted.telemetry["pair_clipped"])),
-        "layer_clipped": float(np.mean(fitted.telemetry["layer_clipped"])),
-        "encoder": encoder.digest,
-        "warm_start": start.weights is not None,
-    }
-    tables = {"telemetry": pa.table(fitted.telemetry)}
-    files = encoder.to_files() | {REFERENCE_FILE: reference.to_bytes()}
-    return Part(len(rows), tables=tables, files=files, metrics=metrics)
-
-
-def _start(context: Context[TrainSettings], rows: NDArray[Any]) -> Start:
-    """What the training starts from: the published model where the stage is given one."""
-    config = preprocessing_config(context.settings)
-    if "published" not in context.inputs:
-        return start_anew(rows, config)
-    set_threads(len(os.sched_getaffinity(0)))
-    encoder, reference = load_model(context.inputs["published"])
-    return start_from(encoder, reference, rows, network_config(context.settings.train), config)
-
-
-def _batches(context: Context[TrainSettings]) -> Draw:
-    """The points of every step."""
-    config = context.settings.train
-    if config.batches == "points":
-        return PointBatches(_read_graph(context.read("symmetrize")), config.batch, config.seed)
-    edges = context.read("edges")
-    names = ("heads", "tails", "negatives") if config.batches == "negatives" else ("heads", "tails")
-
-    def read(start: int, stop: int) -> Edges:
-        return Edges(*(edges.rows(name, start, stop) for name in names))
-
-    return EdgeBatches(read, edges.n_rows, context.settings.edges_per_step)
-
-
-def _read_graph(store: Store) -> SparseRows:
-    """The whole graph of the sample; batches of points need it in memory."""
-    blocks = [store.arrays(record) for record in store.records]
-    offsets = [block.read("offsets") for block in blocks]
-    starts = np.cumsum([0, *(part[-1] for part in offsets[:-1])])
-    joined = [part[:-1] + start for part, start in zip(offsets, starts, strict=True)]
-    end = starts[-1] + offsets[-1][-1]
-    return SparseRows(
-        np.concatenate([*joined, [end]]),
-        np.concatenate([block.read("columns") for block in blocks]),
-        np.concatenate([block.read("values") for block in blocks]),
-    )
-
-
-def network_config(config: TrainConfig) -> NetworkConfig:
-    """The network's settings for those of the job."""
-    encoder = config.encoder
-    return NetworkConfig(encoder.kind, encoder.hidden, encoder.layers, encoder.shape)
-
-
-def preprocessing_config(config: TrainSettings) -> PreprocessingConfig:
-    """The preprocessing's settings for those of the job."""
-    given = config.train.preprocessing
-    normalize = config.metric == "cosine" if given.normalize is None else given.normalize
-    own = COMPONENTS if config.train.encoder.kind in ("mlp", "residual") else 0
-    pca = own if given.pca is None else given.pca
-    return PreprocessingConfig(normalize, given.centre, given.scale, pca or None)
-
-
-def make_fit_config(settings: TrainSettings) -> FitConfig:
-    """The trainer's settings for those of the job."""
-    config = settings.train
-    objective = ObjectiveConfig(
-        kind=config.objective,
-        batches=config.batches,
-        clip=config.clip_pairwise,
-        negatives=settings.negatives,
-        gamma=config.gamma or GAMMA[config.objective],
-        epsilon=config.epsilon,
-        min_dist=config.min_dist,
-        spread=config.spread,
-    )
-    return FitConfig(
-        objective=objective,
-        steps=config.steps,
-        learning_rate=config.learning_rate,
-        schedule=config.schedule,
-        optimizer=config.optimizer,
-        exaggeration=config.exaggeration,
-        exaggerated_share=config.exaggerated_share,
-        noise=config.noise,
-        clip_layer=config.clip_layer,
-        seed=config.seed,
-        checkpoint_seconds=CHECKPOINT_SECONDS,
-        threads=len(os.sched_getaffinity(0)),
-    )
-
-
-def _resumed(context: Context[TrainSettings], run: Callable[[bytes | None], Fitted]) -> Fitted:
-    """The trained network, continued from the store's checkpoint if it has a fitting one."""
-    saved = context.folder.find(CHECKPOINT)
-    if saved is not None:
-        try:
-            return run(saved)
-        except ValueError as error:
-            log.warning("train: checkpoint not used (%s); training starts anew", error)
-    return run(None)
-
-
-def _reporter(config: TrainConfig, report: Report) -> Callable[[int, dict[str, float]], None]:
-    """What the loop calls at every step; passes on one call in twenty."""
-    steps, before = config.steps, time.monotonic()
-
-    def tell(step: int, measured: dict[str, float]) -> None:
-        nonlocal before
-        if (step + 1) % STEPS_PER_REPORT == 0 or step + 1 == steps:
-            now = time.monotonic()
-            rate = STEPS_PER_REPORT * config.batch / max(now - before, 1e-9)
-            before = now
-            clipped = measured["pair_clipped"] + measured["layer_clipped"]
-            note = (
-                f"step {step + 1}/{steps}, loss {measured['loss']:.3f}, "
-                f"{rate:,.0f} rows/s, clipped {clipped:.1%}"
-            )
-            report((step + 1) / steps, note)
-
-    return tell
-
-
-def _extent(xy: NDArray[np.float32]) -> Extent:
-    """x0, x1, y0, y1 of the training rows' map with a margin: the frame of every picture of it."""
-    low, high = xy.min(axis=0), xy.max(axis=0)
-    margin = 0.05 * float((high - low).max())
-    (x0, y0), (x1, y1) = low - margin, high + margin
-    return float(x0), float(x1), float(y0), float(y1)
+    return train(context, report)
 
 
 def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, Any]:

@@ -3,6 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from encoders import objectives
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -11,3 +13,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[objectives.BLOCK_POINTS, 7], ids="{}_points_a_block".format)
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few points are one block; blocks of seven leave a rest, and copies of a row in two blocks."""
+    monkeypatch.setattr(objectives, "BLOCK_POINTS", request.param)

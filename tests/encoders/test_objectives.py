@@ -37,6 +37,7 @@ REPEATED = torch.tensor(
 @pytest.mark.parametrize("rows", [DISTINCT, REPEATED])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("exaggeration", [1.0, 4.0])
+@pytest.mark.usefixtures("_blocks")
 def test_loss_and_gradient_equal_autograd(
     rows: torch.Tensor, spread: float, exaggeration: float
 ) -> None:

@@ -91,6 +91,7 @@ def both_kinds() -> list[tuple[ObjectiveConfig, Callable[..., torch.Tensor]]]:
 
 @pytest.mark.parametrize(("config", "oracle"), both_kinds())
 @pytest.mark.parametrize("spread", [0.05, 1.0, 30.0])
+@pytest.mark.usefixtures("_blocks")
 def test_loss_and_gradient_equal_autograd(
     config: ObjectiveConfig, oracle: Callable[..., torch.Tensor], spread: float
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from encoders.artifact import Encoder
+from pipeline import placing
 from pipeline.manifest import Store, open_store
 from pipeline.stage import StoreRef, run_stage
 from pipeline.stages import embed
@@ -100,8 +101,8 @@ def test_rows_without_a_place_are_set_aside(
 ) -> None:
     lake = done.lake
     lost = lake.good[[5, 6, 300, 989]]
-    encoder = embed.load_encoder(done.refs["train"])
-    monkeypatch.setattr(embed, "load_encoder", lambda _: LosesRows(encoder, lake.vectors[lost]))
+    encoder = placing.load_encoder(done.refs["train"])
+    monkeypatch.setattr(placing, "load_encoder", lambda _: LosesRows(encoder, lake.vectors[lost]))
     job = make_job(lake.path, tmp_path / "maps", input=LABELLED)
     store = embed_with(done, job, run_until(job, "ingest")["ingest"])
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from sklearn.manifold import trustworthiness
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 
+from pipeline import placing
 from pipeline.manifest import Store
-from pipeline.stages import embed
 from tests.data import (
     LABELLED,
     Finished,
@@ -145,8 +145,8 @@ def test_rows_without_a_place_leave_the_others_where_they_are(
     lake = done.lake
     measuring = measuring_rows({name: done.store(name) for name in NAMES}, lake, "evaluate_")
     lost = np.union1d(lake.good[[0, 1, 2, 400]], measuring[5:8])
-    encoder = embed.load_encoder(done.refs["train"])
-    monkeypatch.setattr(embed, "load_encoder", lambda _: LosesRows(encoder, lake.vectors[lost]))
+    encoder = placing.load_encoder(done.refs["train"])
+    monkeypatch.setattr(placing, "load_encoder", lambda _: LosesRows(encoder, lake.vectors[lost]))
     job = make_job(
         lake.path, tmp_path / "maps", input=LABELLED, neighbors={"cells": 5, "overlap": 2}
     )

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from encoders import preprocessing
 from encoders.artifact import Encoder
 from encoders.fit import COLUMNS
+from pipeline import training
 from pipeline.errors import ConfigError, StageError
 from pipeline.manifest import open_store
 from pipeline.stage import run_stage
@@ -47,8 +49,8 @@ def train_again(done: Finished, output: Path, seen: Recorder) -> Path:
 
 @pytest.fixture
 def _every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(train, "STEPS_PER_REPORT", 1)
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training, "STEPS_PER_REPORT", 1)
 
 
 @pytest.mark.usefixtures("_every_step")
@@ -167,3 +169,7 @@ def test_every_kind_of_training_leaves_an_encoder(
     encoder = Encoder.from_files({name: store.file(store.records[0], name) for name in names})
     rows = done.store("sample").rows("vectors", 0, 50)
     assert np.isfinite(encoder.embed(rows)).all()
+
+
+def test_memory_is_reckoned_for_the_blocks_that_are_widened() -> None:
+    assert train.BLOCK_ROWS == preprocessing.BLOCK_ROWS
