@@ -88,6 +88,7 @@ def make_job(case: Case, pairwise: bool, layer: bool, quick: bool) -> Job:
         epsilon=0.0,
         clip_pairwise=case.pairwise if pairwise else NEVER,
         clip_layer=case.layer if layer else NEVER,
+        **table_methods.SHORTER,
     )
     if quick:
         train = replace(train, steps=QUICK_STEPS, batch=256)

@@ -151,6 +151,9 @@ class Bench:
         changed = {**self._settings, **settings}
         return lambda rows, seed: table_methods.ours(rows, seed, **changed)
 
+    def _studied(self, settings: dict[str, Any]) -> Callable[[Rows, int], Places]:
+        return self._ours(**{**table_methods.SHORTER, **self._settings, **settings})
+
     def study(self) -> tuple[Found, str]:
         """What the map of MNIST depends on."""
         found: Found = {
@@ -174,7 +177,7 @@ class Bench:
     ) -> dict[str, Any]:
         """t-SNE with each of the values."""
         return {
-            str(value): self._repeat("mnist", self._ours(**settings(value)), {}, str(value))
+            str(value): self._repeat("mnist", self._studied(settings(value)), {}, str(value))
             for value in values
         }
 
@@ -184,7 +187,7 @@ class Bench:
         for n_train in SAMPLES[:2] if self._options.quick else SAMPLES:
             rows = table_methods.load(self._options.data, "mnist", 0, n_train)
             for objective in OBJECTIVES:
-                places = table_methods.ours(rows, 0, objective=objective, **self._settings)
+                places = self._studied({"objective": objective})(rows, 0)
                 found[f"{n_train:,} {objective}"] = [table_methods.score(rows, places)]
             for package, title in DISTRIBUTIONS.items():
                 measured = table_methods.peer(package, rows, self._options.peers_python)

@@ -63,12 +63,12 @@ class FitConfig:
     """
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    steps: int = 3000
-    learning_rate: float = 3e-3
+    steps: int = 4000
+    learning_rate: float = 4.5e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     exaggeration: float = 4.0
-    exaggerated_share: float = 0.3
+    exaggerated_share: float = 0.2
     noise: float = 0.5
     clip_layer: float = 1.0
     seed: int = 0

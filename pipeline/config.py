@@ -108,17 +108,17 @@ class TrainConfig:
     batches: Literal["edges", "negatives", "points"] = "edges"
     encoder: EncoderConfig = EncoderConfig()
     preprocessing: PreprocessingConfig = PreprocessingConfig()
-    steps: Count = 3000
-    batch: Annotated[int, Field(ge=4, multiple_of=2)] = 1024
+    steps: Count = 4000
+    batch: Annotated[int, Field(ge=4, multiple_of=2)] = 2048
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
-    learning_rate: Positive = 3e-3
+    learning_rate: Positive = 4.5e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     gamma: Positive | None = None
     min_dist: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     spread: Positive = 1.0
     epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    exaggerated_share: Share = 0.3
+    exaggerated_share: Share = 0.2
     noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     clip_pairwise: Positive = 16.0
     clip_layer: Positive = 1.0

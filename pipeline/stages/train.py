@@ -15,6 +15,7 @@ from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_p
 CHECKPOINT = "checkpoint.safetensors"
 COMPONENTS = 100  # principal components that dense networks get by default
 BLOCK_ROWS = 8192  # that are widened at once when statistics are taken
+BLOCK_POINTS = 256  # of a batch that are compared with all others at once
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def estimate(job: Job, shape: Shape) -> Estimate:
     config = job.train
     hidden, depth = config.encoder.hidden, 2 * config.encoder.layers + 2
     weights = 4 * hidden * (shape.width + hidden * depth)
-    batch = config.batch * 4 * (2 * shape.width + 3 * depth * hidden + 6 * config.batch)
+    pairs = config.batch if config.batches == "points" else BLOCK_POINTS
+    batch = config.batch * 4 * (2 * shape.width + 3 * depth * hidden + 6 * pairs)
     rows = shape.n_train * shape.row_bytes
     graph = 24 * shape.n_train * job.neighbors.k if config.batches == "points" else 0
     n_components = count_components(config)

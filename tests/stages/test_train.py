@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from encoders import preprocessing
+from encoders import objectives, preprocessing
 from encoders.artifact import Encoder
 from encoders.fit import COLUMNS
 from pipeline import training
@@ -171,5 +171,6 @@ def test_every_kind_of_training_leaves_an_encoder(
     assert np.isfinite(encoder.embed(rows)).all()
 
 
-def test_memory_is_reckoned_for_the_blocks_that_are_widened() -> None:
+def test_memory_is_reckoned_for_the_blocks_that_the_encoders_work_on() -> None:
     assert train.BLOCK_ROWS == preprocessing.BLOCK_ROWS
+    assert train.BLOCK_POINTS == objectives.BLOCK_POINTS
