@@ -63,7 +63,7 @@ class FitConfig:
     """
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    steps: int = 4000
+    steps: int = 3000
     learning_rate: float = 4.5e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"

@@ -108,7 +108,7 @@ class TrainConfig:
     batches: Literal["edges", "negatives", "points"] = "edges"
     encoder: EncoderConfig = EncoderConfig()
     preprocessing: PreprocessingConfig = PreprocessingConfig()
-    steps: Count = 4000
+    steps: Count = 3000
     batch: Annotated[int, Field(ge=4, multiple_of=2)] = 2048
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     learning_rate: Positive = 4.5e-3
