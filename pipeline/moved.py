@@ -4,7 +4,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from pipeline.picture import DPI, FONT, INK, Raster, paint, save_figure
+from pipeline.picture import (
+    DPI,
+    FONT,
+    INK,
+    OTHER_NAME,
+    PALETTE,
+    Raster,
+    paint,
+    save_figure,
+)
 
 WIDTH, HEIGHT = 1440, 780
 ARROWS = 400
@@ -35,6 +44,21 @@ def draw_moved(old: Raster, new: Raster, ways: NDArray[np.float32]) -> bytes:
         color=INK,
     )
     return save_figure(figure, "png", {"Software": None})
+
+
+def keep_colours(raster: Raster, earlier: tuple[str, ...]) -> Raster:
+    """The raster with its categories where an earlier map had them: a label keeps its colour.
+
+    Those that have no rows any more keep their place too, while there are colours for all.
+    """
+    if ("",) in (raster.categories, earlier):
+        return raster
+    known = [name for name in earlier if name != OTHER_NAME]
+    others = [name for name in raster.categories if name == OTHER_NAME]
+    new = [name for name in raster.categories if name not in (*known, *others)]
+    if len(known) + len(new) > len(PALETTE):
+        known = [name for name in known if name in raster.categories]
+    return _with(raster, (*known, *new, *others))
 
 
 def _alike(old: Raster, new: Raster) -> tuple[Raster, Raster]:

@@ -8,8 +8,8 @@ from matplotlib.image import imread
 from numpy.typing import NDArray
 
 from pipeline.curves import draw_drift
-from pipeline.moved import draw_moved
-from pipeline.picture import Raster
+from pipeline.moved import draw_moved, keep_colours
+from pipeline.picture import OTHER_NAME, PALETTE, Raster
 
 UNIT = (0.0, 1.0, 0.0, 1.0)
 NO_WAYS = np.empty((0, 4), np.float32)
@@ -31,6 +31,24 @@ def halves(png: bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 def coloured(pixels: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Where the picture is neither white, grey nor black."""
     return np.asarray(np.ptp(pixels, axis=-1) > 0.2)
+
+
+def test_a_label_keeps_its_colour_and_new_ones_come_after() -> None:
+    """A new label that sorts before the others would take the first one's colour."""
+    kept = keep_colours(raster(2, ("a", "c", "z", OTHER_NAME), filled=1), ("b", "c", OTHER_NAME))
+    assert kept.categories == ("b", "c", "a", "z", OTHER_NAME)
+    assert kept.counts.sum(axis=(1, 2)).tolist() == [0, 600, 0, 0, 0]
+
+
+def test_labels_without_rows_give_way_to_new_ones_when_colours_run_out() -> None:
+    earlier = tuple(f"old {i}" for i in range(len(PALETTE)))
+    assert keep_colours(raster(2, ("new", "old 3")), earlier).categories == ("old 3", "new")
+
+
+def test_without_labels_there_is_nothing_to_keep() -> None:
+    for names, earlier in ((("",), ("a",)), (("a", "b"), ("",))):
+        given = raster(2, names)
+        assert keep_colours(given, earlier) is given
 
 
 def test_both_maps_are_shown_in_one_frame() -> None:

@@ -21,7 +21,7 @@ from pipeline.errors import StageError
 from pipeline.gates import share_lost
 from pipeline.lake import CHANGED
 from pipeline.manifest import Part, Record, Store
-from pipeline.moved import draw_moved
+from pipeline.moved import draw_moved, keep_colours
 from pipeline.partitions import Partition
 from pipeline.picture import Raster, draw_map
 from pipeline.published import (
@@ -98,7 +98,8 @@ def gather_metrics(context: Context[PublishSettings]) -> dict[str, Any]:
 def do_part(context: Context[PublishSettings], _: Partition, __: Progress) -> Part:
     """The report, the picture, the metrics and the job, as files."""
     metrics = gather_metrics(context) | {"trained_in": run_name(context.folder)}
-    raster, snapshot = _raster(context), _snapshot(context)
+    raster = _raster(context)
+    snapshot = _snapshot(context, raster.categories)
     picture = draw_map(raster, context.settings.name)
     report = _report(context, metrics, picture, snapshot.parts)
     tables = {"density": density_table(raster)}
@@ -126,7 +127,7 @@ def _side_by_side(context: Context[PublishSettings], raster: Raster) -> bytes:
     return draw_moved(published_raster(run, PIXELS), raster, ways)
 
 
-def _snapshot(context: Context[PublishSettings]) -> PublishedMap:
+def _snapshot(context: Context[PublishSettings], shown: tuple[str, ...]) -> PublishedMap:
     ingest, embed, train = (context.read(name) for name in ("ingest", "embed", "train"))
     facts, made = ingest.manifest.facts, train.manifest.metrics
     parts = map_parts(ingest, embed)
@@ -143,7 +144,7 @@ def _snapshot(context: Context[PublishSettings]) -> PublishedMap:
         files={path: (size, etag) for path, (size, etag) in facts["files"].items()},
         parts=tuple(parts),
         next_number=len(parts),
-        categories=categories(embed),
+        categories=shown,
         labels=count_labels(embed),
     )
 
@@ -194,7 +195,10 @@ def _raster(context: Context[PublishSettings]) -> Raster:
     for record in survey.records:
         counts += survey.arrays(record).read("counts")
     x0, x1, y0, y1 = context.read("train").manifest.metrics["extent"]
-    return Raster(counts, names, (x0, x1, y0, y1), survey.manifest.metrics["n_outside"])
+    raster = Raster(counts, names, (x0, x1, y0, y1), survey.manifest.metrics["n_outside"])
+    if "published" not in context.inputs:
+        return raster
+    return keep_colours(raster, load_snapshot(context.inputs["published"].folder).categories)
 
 
 def _report(

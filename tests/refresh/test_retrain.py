@@ -37,7 +37,7 @@ QUICK: dict[str, Any] = {
     "gates": {"trustworthiness": None, "displacement": None},
 }
 ROWS = make_blobs(2200, n_blobs=6)
-NEW_BLOB = 5
+NEW_BLOB = 0  # sorts before the others, whose colours stay
 
 
 def write_rows(path: Path, rows: NDArray[np.int64]) -> None:
@@ -143,6 +143,8 @@ def test_a_new_cluster_trains_the_encoder_again(
     header = json.loads((run / "model/encoder.json").read_text())
     assert header["info"]["earlier"] == before
     assert load_snapshot(published.run).trained_in == run.name
+    shown = load_snapshot(Folder(job.output).join(f"runs/{before}")).categories
+    assert load_snapshot(published.run).categories == (*shown, str(NEW_BLOB))
     assert 0 <= found["displacement_median"] <= found["displacement_p95"]
     assert found["compared_on"] == "rows of files that stayed"
     assert 0 < found["neighbor_overlap"] <= 1
