@@ -9,7 +9,7 @@ PEERS ?= $(BIN)/python
 SEEDS ?= 5
 TABLES ?= quality earlier study
 
-.PHONY: help install demo week test test-slurm test-deploy test-airflow lint bench bench-map bench-embed bench-scale bench-demo bench-drift bench-graph bench-knn \
+.PHONY: help install demo week test test-slurm test-deploy test-airflow lint bench bench-map bench-embed bench-scale bench-stores bench-demo bench-drift bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
 
 help:           ## show this list
@@ -58,7 +58,7 @@ $(AIRFLOW)/installed: deploy/airflow/constraints.txt
 	touch $@
 
 bench: install  ## all benchmarks, one after the other; DATA=folder PEERS=python that has them
-	$(MAKE) -j1 bench-map bench-embed bench-scale bench-demo bench-graph
+	$(MAKE) -j1 bench-map bench-embed bench-scale bench-stores bench-demo bench-graph
 
 bench-map: install    ## lake to map beside umap-learn and openTSNE
 	$(BIN)/python -m benchmarks.lake_to_map --data $(DATA) --peers-python $(PEERS)
@@ -68,6 +68,9 @@ bench-embed: install  ## the embed stage against the bare forward pass, and the 
 
 bench-scale: install  ## the map stage as lakes grow, and from and to S3
 	$(BIN)/python -m benchmarks.map_scale
+
+bench-stores: install ## calls to an object store by obstore, beside s3fs
+	$(BIN)/python -m benchmarks.object_stores --peers-python $(PEERS)
 
 bench-demo: install   ## the demo's seconds and accuracy
 	$(BIN)/python -m benchmarks.demo
