@@ -118,23 +118,29 @@ def test_a_shift_moves_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(moved, digits.pixels[5, 1:-1, :8], atol=1e-6)
 
 
+def written(folder: Path) -> dict[str, tuple[int, int]]:
+    """Which files there are and when each was written; not when it was last read."""
+    stats = {path.name: path.stat() for path in folder.iterdir()}
+    return {name: (found.st_ino, found.st_mtime_ns) for name, found in stats.items()}
+
+
 def test_second_call_rewrites_nothing(tmp_path: Path) -> None:
     first = write_demo_lake(tmp_path, n_rows=2_000, n_files=2)
-    before = {path.name: path.stat() for path in tmp_path.iterdir()}
+    before = written(tmp_path)
     told: list[int] = []
     assert write_demo_lake(tmp_path, n_rows=2_000, n_files=2, progress=told.append) == first
-    assert {path.name: path.stat() for path in tmp_path.iterdir()} == before
+    assert written(tmp_path) == before
     assert told == [1_000, 1_000]
 
 
 def test_only_missing_files_are_written(tmp_path: Path) -> None:
     write_demo_lake(tmp_path, n_rows=3_000, n_files=3)
     before = read_bytes(tmp_path)
-    kept = (tmp_path / "part-00000.parquet").stat()
+    kept = written(tmp_path)["part-00000.parquet"]
     (tmp_path / "part-00001.parquet").unlink()
     write_demo_lake(tmp_path, n_rows=3_000, n_files=3)
     assert read_bytes(tmp_path) == before
-    assert (tmp_path / "part-00000.parquet").stat() == kept
+    assert written(tmp_path)["part-00000.parquet"] == kept
 
 
 def test_another_demo_is_replaced(tmp_path: Path) -> None:
