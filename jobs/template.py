@@ -21,6 +21,7 @@ def write_job_file(path: Path, lake: str, vector: str, output: str) -> None:
         layers=train.encoder.layers,
         steps=train.steps,
         batch=train.batch,
+        learning_rate=train.learning_rate,
         exaggeration=train.exaggeration,
         exaggerated_share=train.exaggerated_share,
         noise=train.noise,
