@@ -7,7 +7,7 @@ AIRFLOW ?= .venv-airflow
 DATA ?= data
 PEERS ?= $(BIN)/python
 SEEDS ?= 5
-TABLES ?= quality earlier study
+TABLES ?= quality earlier study objectives
 
 .PHONY: help install demo week test test-slurm test-deploy test-airflow lint bench bench-map bench-embed bench-scale bench-stores bench-demo bench-drift bench-graph bench-knn \
 	bench-scale-graph bench-calibration bench-joint tables clipping clean
@@ -93,7 +93,7 @@ bench-joint: install  ## joint P and edges beside scipy and numpy in memory
 bench-drift: install  ## new digits: what the drift scores say, and how far the map moves
 	$(BIN)/python -m benchmarks.drift --data $(DATA)
 
-tables: install  ## the paper's tables beside the peers; SEEDS=1 TABLES="quality earlier study"
+tables: install  ## the paper's tables beside the peers; SEEDS=1 TABLES="quality earlier study objectives"
 	$(BIN)/python -m benchmarks.tables --data $(DATA) --peers-python $(PEERS) --seeds $(SEEDS) --tables $(TABLES)
 
 clipping: install  ## every objective with neither, one or both of the clips
