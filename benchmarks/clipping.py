@@ -84,11 +84,14 @@ def make_job(case: Case, pairwise: bool, layer: bool, quick: bool) -> Job:
     train = TrainConfig(
         objective=case.objective,  # type: ignore[arg-type]
         batches=case.batches,  # type: ignore[arg-type]
-        encoder=EncoderConfig("mlp"),
+        encoder=EncoderConfig("mlp", hidden=256),
         epsilon=0.0,
         clip_pairwise=case.pairwise if pairwise else NEVER,
         clip_layer=case.layer if layer else NEVER,
-        **table_methods.SHORTER,
+        steps=3000,
+        batch=1024,
+        learning_rate=3e-3,
+        exaggerated_share=0.3,
     )
     if quick:
         train = replace(train, steps=QUICK_STEPS, batch=256)

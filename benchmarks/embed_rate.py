@@ -42,7 +42,7 @@ JOB = """\
 input: {{path: lake, vector: embedding, id: row}}
 output: maps
 sample: {{rows: 2000}}
-train: {{steps: 20, batch: 256, encoder: {{kind: mlp}}, preprocessing: {{pca: 0}}}}
+train: {{steps: 20, batch: 256, encoder: {{kind: mlp, hidden: 256}}, preprocessing: {{pca: 0}}}}
 evaluate: {{rows: 200, reference_rows: 200}}
 gates: {{recall: null, trustworthiness: null}}
 cluster: {{kind: local, workers: {workers}}}

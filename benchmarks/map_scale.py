@@ -33,7 +33,12 @@ WIDTH = 32
 ROWS_PER_FILE = 500_000
 JOB: dict[str, Any] = {
     "sample": {"rows": 5000},
-    "train": {"steps": 20, "batch": 256, "encoder": {"kind": "mlp"}, "preprocessing": {"pca": 0}},
+    "train": {
+        "steps": 20,
+        "batch": 256,
+        "encoder": {"kind": "mlp", "hidden": 256},
+        "preprocessing": {"pca": 0},
+    },
     "evaluate": {"rows": 200, "reference_rows": 200},
     "gates": {"recall": None, "trustworthiness": None},
     "cluster": {"kind": "local", "workers": WORKERS},

@@ -22,6 +22,8 @@ LAST_LEARNING_RATE = 1e-7
 # RMSProp starts with an empty memory of squares (decay 0.99), so its first step is ten times longer
 # than the learning rate says; without a rise the first steps would undo the Xavier weights.
 WARM_UP_STEPS = 50
+# Noise is uniform in 256 levels: in many columns as good as normal, drawn in a quarter of the time.
+NOISE_DEVIATION = math.sqrt((256**2 - 1) / 12)
 COLUMNS = (
     "step",
     "loss",
@@ -64,11 +66,11 @@ class FitConfig:
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     steps: int = 3000
-    learning_rate: float = 4.5e-3
+    learning_rate: float = 6e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     exaggeration: float = 4.0
-    exaggerated_share: float = 0.2
+    exaggerated_share: float = 0.1
     noise: float = 0.5
     clip_layer: float = 1.0
     seed: int = 0
@@ -241,10 +243,11 @@ def _gatherer(
         ready = preprocessing.apply_all(rows)
         if _fits(ready.nbytes, device):
             ready = ready.to(device)
-        return lambda batch: ready[torch.from_numpy(batch).to(ready.device)].to(device)
+        held = ready.device
+        return lambda batch: ready.index_select(0, torch.from_numpy(batch).to(held)).to(device)
     if device.type == "cuda" and _fits(rows.nbytes, device):
-        held = torch.tensor(rows, device=device)
-        return lambda batch: preprocessing.apply(held[torch.from_numpy(batch).to(device)])
+        copy = torch.tensor(rows, device=device)
+        return lambda batch: preprocessing.apply(copy[torch.from_numpy(batch).to(device)])
     return lambda batch: preprocessing.apply(torch.from_numpy(rows[batch]).to(device))
 
 
@@ -254,11 +257,12 @@ def shaken(ready: torch.Tensor, n_edges: int, config: FitConfig, step: int) -> t
         return ready
     ends = ready[: 2 * n_edges]
     gap = torch.linalg.vector_norm(ends[:n_edges] - ends[n_edges:], dim=1, keepdim=True)
-    generator = torch.Generator(ready.device).manual_seed((config.seed << 32) + step)
-    noise = torch.randn(ends.shape, generator=generator, device=ready.device)
     gap = gap.where(gap.isfinite(), 0.0)  # a row that is not a number stays the only one to blame
-    size = gap.repeat(2, 1) * (config.noise / math.sqrt(ready.shape[1]))
-    return torch.cat([ends + size * noise, ready[2 * n_edges :]])
+    size = gap.repeat(2, 1) * (config.noise / (NOISE_DEVIATION * math.sqrt(ready.shape[1])))
+    random = np.random.default_rng((config.seed, step))
+    levels = torch.from_numpy(random.integers(-128, 128, tuple(ends.shape), np.int8))
+    moved = torch.addcmul(ends, size, levels.to(ready.device).float().add_(0.5))
+    return torch.cat([moved, ready[2 * n_edges :]])
 
 
 def hold(y: torch.Tensor, rows: Array, anchors: Anchors | None) -> torch.Tensor:

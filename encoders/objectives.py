@@ -19,10 +19,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from encoders import pairs
+
 Kind = Literal["tsne", "largevis", "umap"]
 BatchKind = Literal["edges", "negatives", "points"]
 
-BLOCK_POINTS = 256
+BLOCK_POINTS = 256  # that are compared with all others at once: few enough for the cache
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,24 @@ def tsne_edges(
     S_i = sum of w_ik over points k of other rows, e the exaggeration.
     """
     y = _centred(y)
-    ones_and_y = torch.cat([torch.ones_like(y[:, :1]), y], 1).T.contiguous()  # (3, 2B)
+    S, repulsion = repel_compiled(y, rows) if y.device.type == "cpu" else repel_in_blocks(y, rows)
+    step = y - y.roll(len(y) // 2, 0)
+    w = 1 / (1 + step.square().sum(1, keepdim=True))  # of the drawn edges
+    loss = (S.log() - exaggeration * w.log()).mean()
+    # Every edge counts twice, once from either end.
+    cut = clip(4 * exaggeration * w * step - 2 * repulsion, threshold)
+    return PairLoss(float(loss), cut.gradient / len(y), cut.largest, cut.share)
+
+
+def repel_compiled(y: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """S, (b, 1), and the pushes on the points, (b, 2), for positions in the CPU's memory."""
+    S, repulsion = pairs.repel(y.numpy(), rows.numpy())
+    return torch.from_numpy(S), torch.from_numpy(repulsion)
+
+
+def repel_in_blocks(y: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for positions on any device."""
+    ones_and_y = torch.cat([torch.ones_like(y[:, :1]), y], 1).T.contiguous()  # (3, b)
     S = y.new_empty(len(y), 1)
     # d log S_i / dy pulls on i by s_i R_ik and on k by the same, s = 1/S and R = w^2, so point i
     # collects sum_k R_ik (s_i + s_k)(y_i - y_k): the sums of R_ik and R_ik y_k, plain and by s_k.
@@ -146,14 +165,8 @@ def tsne_edges(
         R = W.square_()
         plain[:, part] = ones_and_y @ R.T
         weighted.addmm_(ones_and_y[:, part] / S[part, 0], R)
-    step = y - y.roll(len(y) // 2, 0)
-    w = 1 / (1 + step.square().sum(1, keepdim=True))  # of the drawn edges
-    loss = (S.log() - exaggeration * w.log()).mean()
     sums = (plain.T / S) + weighted.T
-    repulsion = y * sums[:, :1] - sums[:, 1:]
-    # Every edge counts twice, once from either end.
-    cut = clip(4 * exaggeration * w * step - 2 * repulsion, threshold)
-    return PairLoss(float(loss), cut.gradient / len(y), cut.largest, cut.share)
+    return S, y * sums[:, :1] - sums[:, 1:]
 
 
 def tsne_points(

@@ -78,7 +78,7 @@ class EncoderConfig:
     """The network: residual, mlp, cnn (for images of `shape`) or package.module:name."""
 
     kind: str = "residual"
-    hidden: Count = 256
+    hidden: Count = 128
     layers: Annotated[int, Field(ge=0)] = 3
     shape: tuple[Count, ...] | None = None
 
@@ -111,14 +111,14 @@ class TrainConfig:
     steps: Count = 3000
     batch: Annotated[int, Field(ge=4, multiple_of=2)] = 2048
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
-    learning_rate: Positive = 4.5e-3
+    learning_rate: Positive = 6e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     gamma: Positive | None = None
     min_dist: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     spread: Positive = 1.0
     epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     exaggeration: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 4.0
-    exaggerated_share: Share = 0.2
+    exaggerated_share: Share = 0.1
     noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     clip_pairwise: Positive = 16.0
     clip_layer: Positive = 1.0

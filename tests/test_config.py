@@ -402,6 +402,6 @@ def test_a_written_job_names_every_setting(tmp_path: Path) -> None:
     job = replace(load(tmp_path, SMALLEST), name="é")
     document: dict[str, Any] = yaml.safe_load(to_yaml(job))
     assert list(document) == list(Job.__dataclass_fields__)
-    encoder = {"kind": "residual", "hidden": 256, "layers": 3, "shape": None}
+    encoder = {"kind": "residual", "hidden": 128, "layers": 3, "shape": None}
     assert document["train"]["encoder"] == encoder
     assert "é" in to_yaml(job)

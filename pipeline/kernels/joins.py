@@ -3,14 +3,12 @@
 A list holds ids and distances by (distance, id), -1 and +inf at its end where there are fewer.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-F = TypeVar("F", bound=Callable[..., Any])
+from encoders.compiling import compiled
 
 # Pairs are tested by the chunk: one maximum, which the compiler turns into vector instructions.
 _CHUNK = 32
@@ -24,15 +22,7 @@ _CANCELLED = np.float32(0.05)
 _LOOSE = {"nnan", "nsz", "reassoc", "contract"}
 
 
-def compiled(function: F) -> F:
-    """The function, compiled at its first call, and kept on disk where there is a place for it."""
-    try:
-        return cast("F", numba.njit(cache=True, nogil=True, fastmath=_LOOSE)(function))
-    except RuntimeError:  # neither the package's folder nor the home folder can be written
-        return cast("F", numba.njit(nogil=True, fastmath=_LOOSE)(function))
-
-
-@compiled
+@compiled(_LOOSE)
 def _offer(ids: Any, distances: Any, j: int, distance: float) -> None:
     """Put j into a list, (k,), unless it is too far or there already."""
     last = len(ids) - 1
@@ -55,7 +45,7 @@ def _offer(ids: Any, distances: Any, j: int, distance: float) -> None:
     ids[place] = j
 
 
-@compiled
+@compiled(_LOOSE)
 def _half_distance(x: Any, y: Any) -> Any:
     """Half the squared distance of two rows, in float32 from differences: equal rows are at 0."""
     total = np.float32(0)
@@ -65,7 +55,7 @@ def _half_distance(x: Any, y: Any) -> Any:
     return total * np.float32(0.5)
 
 
-@compiled
+@compiled(_LOOSE)
 def _find_gaps(products: Any, half: Any, halves: Any, limit: Any, limits: Any, gaps: Any) -> Any:
     """How many pairs of a chunk may be nearer than one of their limits; gaps gets by how much."""
     kept = np.float32(1) - _ROUNDING
@@ -78,7 +68,7 @@ def _find_gaps(products: Any, half: Any, halves: Any, limit: Any, limits: Any, g
     return n_near
 
 
-@compiled
+@compiled(_LOOSE)
 def join_tile(
     products: NDArray[np.float32],
     rows: NDArray[np.float32],
@@ -124,7 +114,7 @@ def join_tile(
                     limits[t] = distances[j, last]
 
 
-@compiled
+@compiled(_LOOSE)
 def merge_lists(
     ids: NDArray[Any],
     distances: NDArray[np.float32],

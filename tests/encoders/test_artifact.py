@@ -39,10 +39,11 @@ def make_encoder(width: int = 16, normalize: bool = False, hidden: int = 32) -> 
     ("dtype", "normalize"), [(np.uint8, False), (np.float32, False), (np.float32, True)]
 )
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("hidden", [128, 256])
 def test_position_does_not_depend_on_the_rows_around(
-    width: int, dtype: type, normalize: bool
+    width: int, dtype: type, normalize: bool, hidden: int
 ) -> None:
-    encoder, rows = make_encoder(width, normalize, hidden=256), make_rows(2500, width, dtype)
+    encoder, rows = make_encoder(width, normalize, hidden), make_rows(2500, width, dtype)
     whole = encoder.embed(rows)
     assert np.array_equal(encoder.embed(rows[::-1])[::-1], whole)
     for shift in (1, 3, 1001):

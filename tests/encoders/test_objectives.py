@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from encoders.objectives import clip, tsne_edges
+from encoders.objectives import clip, repel_compiled, repel_in_blocks, tsne_edges
 
 
 def oracle(y: torch.Tensor, rows: torch.Tensor, exaggeration: float) -> torch.Tensor:
@@ -37,7 +37,6 @@ REPEATED = torch.tensor(
 @pytest.mark.parametrize("rows", [DISTINCT, REPEATED])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("exaggeration", [1.0, 4.0])
-@pytest.mark.usefixtures("_blocks")
 def test_loss_and_gradient_equal_autograd(
     rows: torch.Tensor, spread: float, exaggeration: float
 ) -> None:
@@ -46,6 +45,19 @@ def test_loss_and_gradient_equal_autograd(
     assert largest == pytest.approx(24 * gradient.abs().max().item())
     assert loss == pytest.approx(oracle(y, rows, exaggeration).item(), abs=1e-10)
     torch.testing.assert_close(gradient, autograd(y, rows, exaggeration), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [DISTINCT, REPEATED])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 100.0])
+@pytest.mark.usefixtures("_blocks")
+def test_other_devices_push_like_the_cpu(rows: torch.Tensor, spread: float) -> None:
+    y = positions(24, spread)
+    y[7] = 1e6
+    exact = repel_compiled(y, rows)
+    torch.testing.assert_close(repel_in_blocks(y, rows), exact, rtol=1e-9, atol=1e-10)
+    for found in (repel_compiled(y.float(), rows), repel_in_blocks(y.float(), rows)):
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_gradient_equals_finite_differences() -> None:

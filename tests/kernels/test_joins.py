@@ -2,14 +2,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import faiss
-import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.kernels import joins, neighbors
+from pipeline.kernels import neighbors
 from pipeline.kernels.neighbors import (
     Cells,
     Neighbors,
@@ -134,18 +133,6 @@ def test_a_gpu_searches_cells_as_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -
     found = search_cells(rows, _cells(members), 8)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.distances, expected.distances, rtol=1e-4, atol=1e-5)
-
-
-def test_functions_compile_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = numba.njit
-
-    def refuse(**options: Any) -> Any:
-        if options.pop("cache", False):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(**options)
-
-    monkeypatch.setattr(numba, "njit", refuse)
-    assert joins.compiled(lambda x: x + 1)(2) == 3
 
 
 def _merge_slowly(n_rows: int, rows: Ids, lists: Neighbors, k: int) -> Neighbors:
