@@ -125,8 +125,11 @@ def fit(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, preprocessing, network, objective, anchors = trained
-    training = _start(trained, config, device)
-    optimizer = training.optimizer
+    settings = _settings_digest(trained, config)
+    weights, gradient = _flatten(network.to(device).train())
+    optimizer = _optimizer(config, weights)
+    telemetry: dict[str, Array] = {name: np.zeros(config.steps) for name in COLUMNS}
+    training = checkpoint.Training(settings, network, optimizer, telemetry)
     first = 0 if resume is None else checkpoint.restore(training, resume)
     mixed = has_bfloat16(device)
     saved = time.monotonic()
@@ -138,22 +141,23 @@ def fit(
             with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
                 y = network(ready).float()
             pair = objective(y.detach(), _batch(drawn, device), exaggeration(config, step))
-            optimizer.zero_grad()
+            gradient.zero_()
             y.backward(pair.gradient + hold(y.detach(), drawn.rows, anchors))
-            layers = _clip_layers(network, config.clip_layer)
+            layers = clip(gradient, config.clip_layer)
+            gradient.copy_(layers.gradient)
             if not math.isfinite(pair.loss) or math.isnan(pair.largest + layers.largest):
                 raise DivergedError(_blame(step, drawn.rows, y.detach(), pair.gradient, config))
             optimizer.param_groups[0]["lr"] = learning_rate(config, step)
             optimizer.step()
             measured = _measure(step, pair, layers, config)
             for name, value in measured.items():
-                training.telemetry[name][step] = value
+                telemetry[name][step] = value
             if report is not None:
                 report(step, measured)
             if save is not None and time.monotonic() - saved >= config.checkpoint_seconds:
                 save(checkpoint.dump(training, step + 1))
                 saved = time.monotonic()
-    return Fitted(network.cpu().eval(), training.telemetry)
+    return Fitted(network.cpu().eval(), telemetry)
 
 
 @cache
@@ -191,24 +195,33 @@ def exaggeration(config: FitConfig, step: int) -> float:
     return config.exaggeration if step < config.exaggerated_share * config.steps else 1.0
 
 
-def _start(trained: Trained, config: FitConfig, device: torch.device) -> checkpoint.Training:
-    """A run before its first step."""
-    settings = _settings_digest(trained, config)
-    network = trained.network.to(device).train()
-    telemetry: dict[str, Array] = {name: np.zeros(config.steps) for name in COLUMNS}
-    return checkpoint.Training(settings, network, _optimizer(config, network), telemetry)
+def _flatten(network: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.Tensor]:
+    """All weights as one vector, and their gradient; the network's own become views of these.
+
+    One long step of the optimiser takes a fifth of the time of many short ones.
+    """
+    parameters = list(network.parameters())
+    weights = torch.cat([parameter.detach().ravel() for parameter in parameters])
+    gradient = torch.zeros_like(weights)
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, weight, slope in zip(
+        parameters, weights.split(sizes), gradient.split(sizes), strict=True
+    ):
+        parameter.data, parameter.grad = weight.view_as(parameter), slope.view_as(parameter)
+    whole = torch.nn.Parameter(weights)
+    whole.grad = gradient
+    return whole, gradient
 
 
-def _optimizer(config: FitConfig, network: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimiser of `config` over the network's parameters."""
-    parameters = network.parameters()
+def _optimizer(config: FitConfig, weights: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """The optimiser of `config` over the weights."""
     match config.optimizer:
         case "rmsprop":
-            return torch.optim.RMSprop(parameters, lr=config.learning_rate)
+            return torch.optim.RMSprop([weights], lr=config.learning_rate)
         case "adam":
-            return torch.optim.Adam(parameters, lr=config.learning_rate)
+            return torch.optim.Adam([weights], lr=config.learning_rate)
         case "sgd":
-            return torch.optim.SGD(parameters, lr=config.learning_rate, momentum=0.9)
+            return torch.optim.SGD([weights], lr=config.learning_rate, momentum=0.9)
     raise ValueError(f"fit: optimizer {config.optimizer!r} is unknown; use rmsprop, adam or sgd")
 
 
@@ -301,17 +314,6 @@ def _batch(drawn: Drawn, device: torch.device) -> Batch:
     if drawn.affinities is None:
         return Batch(rows, drawn.n_edges)
     return Batch(rows, drawn.n_edges, torch.from_numpy(drawn.affinities).to(device))
-
-
-def _clip_layers(network: torch.nn.Module, threshold: float) -> Clipped:
-    """The clipped gradients of all layers, flat; the parameters' own gradients are replaced."""
-    weights = list(network.parameters())
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    clipped = clip(torch.cat([gradient.ravel() for gradient in gradients]), threshold)
-    parts = torch.split(clipped.gradient, [gradient.numel() for gradient in gradients])
-    for weight, part in zip(weights, parts, strict=True):
-        weight.grad = part.view_as(weight)
-    return clipped
 
 
 def _measure(step: int, pair: PairLoss, layers: Clipped, config: FitConfig) -> dict[str, float]:

@@ -44,7 +44,14 @@ def test_every_objective_separates_the_digits(
     from sklearn.neighbors import KNeighborsClassifier
 
     rows, labels = digits
-    mapped = Lakemap(objective, batches=batches, steps=300, batch=512, hidden=128)
+    mapped = Lakemap(
+        objective,
+        batches=batches,
+        steps=300,
+        batch=512,
+        learning_rate=3e-3,
+        exaggerated_share=0.3,  # of so few steps
+    )
     places = mapped.fit_transform(rows[:1200])
     scorer = KNeighborsClassifier(10).fit(places, labels[:1200])
     # Five negatives a head say less about a batch than all its points.
