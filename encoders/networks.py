@@ -185,6 +185,8 @@ def _own(kind: str, n_inputs: int, seed: int) -> torch.nn.Module:
         raise ValueError(
             f"network: {kind} gave a {type(network).__name__}; it must give a torch.nn.Module"
         )
+    if not any(weight.requires_grad for weight in network.parameters()):
+        raise ValueError(f"network: {kind} has no weights that can be trained; give it some")
     try:
         with torch.no_grad():
             found = tuple(network(torch.zeros(2, n_inputs)).shape)

@@ -19,7 +19,6 @@ input:
   partition_bytes: 4MiB     # small, so that a small lake occupies several workers
 output: maps
 sample: {{rows: 20000}}
-train: {{steps: 1500}}      # of 3000 by default: quicker, and almost as good
 gates:
   recall: 0.95
   trustworthiness: 0.90

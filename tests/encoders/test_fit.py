@@ -89,6 +89,21 @@ def test_map_pulls_clusters_apart() -> None:
     assert between > 4 * inside
 
 
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam", "sgd"])
+def test_weights_that_are_not_to_be_trained_stay(optimizer: Any) -> None:
+    rows = clusters()
+    given = trained(rows, prepare(rows))
+    frozen = next(given.network.parameters()).requires_grad_(False)
+    before = [weight.detach().clone() for weight in given.network.parameters()]
+    fit(given, drawer(len(rows)), replace(SMALL, optimizer=optimizer))
+    moved = [
+        not torch.equal(now, then)
+        for now, then in zip(given.network.parameters(), before, strict=True)
+    ]
+    assert not frozen.requires_grad
+    assert moved == [False] + [True] * (len(moved) - 1)
+
+
 def test_telemetry_has_every_column_for_every_step() -> None:
     telemetry = train().telemetry
     assert tuple(telemetry) == COLUMNS

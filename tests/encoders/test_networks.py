@@ -122,6 +122,7 @@ def test_own_network_is_imported_seeded_and_leaves_the_generator_alone() -> None
     [
         ("tests.encoders.own:narrow", "narrow does not take rows of 8 values"),
         ("tests.encoders.own:wide", r"turns \(2, 8\) into \(2, 3\); it must give \(2, 2\)"),
+        ("tests.encoders.own:weightless", "has no weights that can be trained; give it some"),
         ("tests.encoders.own:nothing", "gave a int; it must give a torch.nn.Module"),
         ("tests.encoders.own:missing", "cannot be imported"),
         ("no_such_package.module:Net", "cannot be imported .* install its package"),
