@@ -198,7 +198,7 @@ def exaggeration(config: FitConfig, step: int) -> float:
 def _flatten(network: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.Tensor]:
     """All weights as one vector, and their gradient; the network's own become views of these.
 
-    One long step of the optimiser takes a fifth of the time of many short ones.
+    One long step of the optimiser takes less time than many short ones.
     """
     parameters = list(network.parameters())
     weights = torch.cat([parameter.detach().ravel() for parameter in parameters])
