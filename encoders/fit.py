@@ -24,6 +24,9 @@ LAST_LEARNING_RATE = 1e-7
 WARM_UP_STEPS = 50
 # Noise is uniform in 256 levels: in many columns as good as normal, drawn in a quarter of the time.
 NOISE_DEVIATION = math.sqrt((256**2 - 1) / 12)
+# In many columns noise points away from all neighbours; in fewer than these it would often reach
+# one, so it is as much smaller as keeps its share in any one direction.
+NOISE_COLUMNS = 100
 COLUMNS = (
     "step",
     "loss",
@@ -59,9 +62,9 @@ class FitConfig:
 
     clip_layer cuts single entries of the weights' gradient: 0.1 is usual and 0.6 the largest seen
     on scaled rows, so 1 only cuts what outlying rows make of it. (The paper's 1e14 and 1e4 never
-    act on the t-SNE objective of edges: both gradients are bounded far below.) noise: on average
-    both ends of an edge are moved by this share of the distance between them, at random and anew in
-    every step, so that the network learns the places of a neighbourhood, not those of single rows.
+    act on the t-SNE objective of edges: both gradients are bounded far below.) noise: points
+    are moved by about this share of an edge's length, at random and anew in every step, so that the
+    network learns the places of a neighbourhood, not those of single rows.
     """
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -265,17 +268,23 @@ def _gatherer(
 
 
 def shaken(ready: torch.Tensor, n_edges: int, config: FitConfig, step: int) -> torch.Tensor:
-    """The points, those that end the edges moved by noise of the step's own."""
+    """The points, moved by noise of the step's own; batches without edges stay as they are.
+
+    Every point's noise is as long as a random edge of the step says. Were it the same at both ends
+    of an edge, or none at negatives, the network would see it, a convolution best, and place points
+    by their noise.
+    """
     if not config.noise or not n_edges:
         return ready
-    ends = ready[: 2 * n_edges]
-    gap = torch.linalg.vector_norm(ends[:n_edges] - ends[n_edges:], dim=1, keepdim=True)
-    gap = gap.where(gap.isfinite(), 0.0)  # a row that is not a number stays the only one to blame
-    size = gap.repeat(2, 1) * (config.noise / (NOISE_DEVIATION * math.sqrt(ready.shape[1])))
     random = np.random.default_rng((config.seed, step))
-    levels = torch.from_numpy(random.integers(-128, 128, tuple(ends.shape), np.int8))
-    moved = torch.addcmul(ends, size, levels.to(ready.device).float().add_(0.5))
-    return torch.cat([moved, ready[2 * n_edges :]])
+    heads, tails = ready[:n_edges], ready[n_edges : 2 * n_edges]
+    gap = torch.linalg.vector_norm(heads - tails, dim=1, keepdim=True)
+    gap = gap.where(gap.isfinite(), 0.0)  # a row that is not a number stays the only one to blame
+    gaps = gap[torch.from_numpy(random.integers(n_edges, size=len(ready))).to(ready.device)]
+    n_columns = max(ready.shape[1], NOISE_COLUMNS)
+    size = gaps * (config.noise / (NOISE_DEVIATION * math.sqrt(n_columns)))
+    levels = torch.from_numpy(random.integers(-128, 128, tuple(ready.shape), np.int8))
+    return torch.addcmul(ready, size, levels.to(ready.device).float().add_(0.5))
 
 
 def hold(y: torch.Tensor, rows: Array, anchors: Anchors | None) -> torch.Tensor:

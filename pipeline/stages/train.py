@@ -72,7 +72,7 @@ def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, 
 
 TRAIN = Stage(
     name="train",
-    version=6,
+    version=7,
     reads=("sample", "symmetrize", "edges"),
     settings=settings,
     estimate=estimate,

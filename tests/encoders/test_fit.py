@@ -260,18 +260,38 @@ def test_unknown_optimizer_is_refused() -> None:
         train(replace(SMALL, optimizer="lion"))  # type: ignore[arg-type]
 
 
-def test_noise_moves_the_ends_of_edges_by_a_share_of_their_distance() -> None:
-    points = torch.randn(2 * 200 + 50, 300, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("n_columns", "share"), [(300, 0.5), (100, 0.5), (25, 0.25)])
+def test_noise_moves_points_by_a_share_of_the_edges_length(n_columns: int, share: float) -> None:
+    points = torch.randn(2 * 200 + 50, n_columns, generator=torch.Generator().manual_seed(0))
     config = FitConfig(noise=0.5)
     moved = shaken(points, 200, config, 7)
     way = torch.linalg.vector_norm(moved - points, dim=1)
-    gap = torch.linalg.vector_norm(points[:200] - points[200:400], dim=1)
-    assert torch.allclose(way[:400] / gap.repeat(2), torch.tensor(0.5), atol=0.1)
-    assert torch.equal(moved[400:], points[400:])  # negatives stay where they are
+    length = torch.linalg.vector_norm(points[:200] - points[200:400], dim=1)
+    assert (way.mean() / length.mean()).item() == pytest.approx(share, rel=0.03)
     assert torch.equal(shaken(points, 200, config, 7), moved)  # or a resumed run would differ
     assert not torch.equal(shaken(points, 200, config, 8), moved)
     assert shaken(points, 200, replace(config, noise=0.0), 7) is points
     assert shaken(points, 0, config, 7) is points
+
+
+def test_noise_does_not_tell_partners_or_negatives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads, across, negatives = torch.randn(3, 500, 300, generator=generator)
+    lengths = torch.rand(500, 1, generator=generator) ** 4  # a few are much longer than the rest
+    points = torch.cat([heads, heads + lengths * across, negatives])
+    noise = shaken(points, 500, FitConfig(noise=0.5), 7) - points
+    sizes = torch.linalg.vector_norm(noise, dim=1).view(3, 500)
+    shared = torch.corrcoef(torch.cat([sizes, lengths.T]))
+    assert (shared - torch.eye(4)).abs().max().item() < 0.15
+    assert torch.allclose(sizes.mean(1), sizes.mean(), rtol=0.1)
+
+
+def test_noise_does_not_carry_what_is_not_a_number_to_other_rows() -> None:
+    points = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    points[3], points[25] = torch.nan, torch.inf
+    moved = shaken(points, 20, FitConfig(noise=0.5), 7)
+    lost = ~moved.isfinite().all(1)
+    assert lost.nonzero()[:, 0].tolist() == [3, 25]
 
 
 def test_exaggeration_lasts_for_its_share_of_the_steps() -> None:
