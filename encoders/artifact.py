@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from encoders.networks import NetworkConfig, build_network
 from encoders.preprocessing import Array, Preprocessing
 
-FORMAT = 2
+FORMAT = 3
 WEIGHTS_FILE = "encoder.safetensors"
 HEADER_FILE = "encoder.json"
 EMBED_BATCH = 2048  # 1k to 4k rows are fastest on a CPU; more leave the cache
@@ -225,7 +225,8 @@ class PaddedLinear(torch.nn.Module):
         if self._short:
             x = torch.nn.functional.pad(x, (0, self._short))
         outputs: torch.Tensor = torch.nn.functional.linear(x, self._weight, self._bias)
-        return outputs[..., : self._n_outputs]
+        # Without gaps: with them, a GELU's last bit depends on where threads cut the batch.
+        return outputs[..., : self._n_outputs].contiguous()
 
 
 def _pad_linears(module: torch.nn.Module) -> torch.nn.Module:

@@ -149,7 +149,7 @@ def test_header_is_readable_json() -> None:
     wanted = {"kind": "mlp", "hidden": 32, "layers": 3, "shape": None}
     assert header["architecture"] == wanted
     assert header["preprocessing"] == {"normalize": False, "components": None}
-    assert (header["format"], header["n_inputs"]) == (2, 16)
+    assert (header["format"], header["n_inputs"]) == (3, 16)
     assert header["digest"] == make_encoder().digest
 
 
@@ -179,7 +179,7 @@ def edited(**changes: object) -> dict[str, bytes]:
 
 
 def test_other_format_is_refused() -> None:
-    with pytest.raises(ArtifactError, match="format 99, this version reads 2; use the version"):
+    with pytest.raises(ArtifactError, match="format 99, this version reads 3; use the version"):
         Encoder.from_files(edited(format=99))
 
 
@@ -253,6 +253,9 @@ def test_other_networks_place_a_row_alike_wherever_it_stands(
         assert np.array_equal(np.roll(encoder.embed(np.roll(rows, shift, 0)), -shift, 0), whole)
     for number in (0, 5, 2048, 2499):
         assert np.array_equal(encoder.embed(rows[number : number + 1]), whole[number : number + 1])
+    for n_threads in (1, 2, 3, 7):  # 3 and 7 cut a batch in the middle of a row
+        set_threads(n_threads)
+        assert np.array_equal(encoder.embed(rows), whole)
     with torch.inference_mode():
         plain = encoder.network(encoder.preprocessing.apply(torch.from_numpy(rows)))
     np.testing.assert_allclose(whole, plain.numpy(), rtol=1e-4, atol=1e-5)
