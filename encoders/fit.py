@@ -69,7 +69,7 @@ class FitConfig:
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     steps: int = 3000
-    learning_rate: float = 6e-3
+    learning_rate: float = 4e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
     exaggeration: float = 4.0

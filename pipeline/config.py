@@ -111,7 +111,7 @@ class TrainConfig:
     steps: Count = 3000
     batch: Annotated[int, Field(ge=4, multiple_of=2)] = 2048
     optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
-    learning_rate: Positive = 6e-3
+    learning_rate: Positive = 4e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     gamma: Positive | None = None
     min_dist: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
