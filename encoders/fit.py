@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -122,10 +121,10 @@ def fit(
 ) -> Fitted:
     """The trained network and its telemetry.
 
-    rows: (n, d), any dtype. draw(step): the step's points, the same whenever asked; it is called in
-    a thread of its own. save gets a checkpoint every checkpoint_seconds; resume takes one and ends
-    in bitwise the same weights, given the same number of threads. report gets every step's number
-    and telemetry.
+    rows: (n, d), any dtype. draw(step): the step's points, the same
+    whenever asked. save gets a checkpoint every checkpoint_seconds; resume takes one and ends in
+    bitwise the same weights, given the same number of threads. report gets every step's number and
+    telemetry.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, preprocessing, network, objective, anchors = trained
@@ -137,20 +136,13 @@ def fit(
     first = 0 if resume is None else checkpoint.restore(training, resume)
     mixed = has_bfloat16(device)
     saved = time.monotonic()
-    with _helper() as helper, _threads(config.threads):
+    with _threads(config.threads):
         gather = _gatherer(rows, preprocessing, device)
-
-        def prepare(step: int) -> tuple[Drawn, torch.Tensor]:
-            drawn = _checked(draw(step), step, len(rows))
-            return drawn, shaken(gather(drawn.rows), drawn.n_edges, config, step)
-
-        ahead = helper.submit(prepare, first)
         for step in range(first, config.steps):
-            drawn, ready = ahead.result()
+            drawn = _checked(draw(step), step, len(rows))
+            ready = shaken(gather(drawn.rows), drawn.n_edges, config, step)
             with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
                 y = network(ready).float()
-            if step + 1 < config.steps:  # prepared while the objective takes one core only
-                ahead = helper.submit(prepare, step + 1)
             pair = objective(y.detach(), _batch(drawn, device), exaggeration(config, step))
             gradient.zero_()
             y.backward(pair.gradient + hold(y.detach(), drawn.rows, anchors))
@@ -364,17 +356,6 @@ def _blame(
         f"look for NaN or huge values in them, lower learning_rate ({config.learning_rate:g}), "
         f"clip_pairwise ({config.objective.clip:g}) or clip_layer ({config.clip_layer:g})"
     )
-
-
-@contextmanager
-def _helper() -> Iterator[ThreadPoolExecutor]:
-    """A thread that prepares one step while another is computed; torch uses no further ones in it.
-
-    Entered before `_threads`: what a thread sets last is what torch gives to later ones.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="lakemap-batches") as helper:
-        helper.submit(torch.set_num_threads, 1).result()
-        yield helper
 
 
 @contextmanager
