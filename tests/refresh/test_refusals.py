@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from encoders.artifact import FORMAT
 from pipeline import history
 from pipeline.config import Job
 from pipeline.errors import ConfigError, GateError, InputError, LakemapError, StoreError
@@ -32,7 +33,7 @@ from tests.refresh.nights import (
 def damage_encoder(run: Path) -> None:
     """An encoder of an older format, whole otherwise."""
     path, listing = run / "model/encoder.json", run / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', '"format": 1'))
     relist(listing, path, "model/encoder.json")
 
 
@@ -59,7 +60,7 @@ def forget_snapshot(run: Path) -> None:
 
 
 BAD_RUNS: list[tuple[Callable[[Path], object], type[LakemapError], str]] = [
-    (damage_encoder, InputError, r"model: encoder: format 1, this version reads 2; .*lakemap run"),
+    (damage_encoder, InputError, rf"encoder: format 1, this version reads {FORMAT}; .*lakemap run"),
     (older_snapshot, InputError, r"snapshot.json: format 0, this version reads 1; lakemap run"),
     (forget_snapshot, InputError, r"published by an older format; lakemap run publishes anew"),
     (lambda run: (run / "snapshot.json").unlink(), StoreError, r"snapshot.json is missing; lakema"),
