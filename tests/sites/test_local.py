@@ -1,5 +1,6 @@
 """A scheduler with TLS in a process of its own: who has its certificates gets in, nobody else."""
 
+import gc
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -18,6 +19,17 @@ from tests.processes import Farm, make_certificates, run_farm
 from tests.test_runner import run_all
 
 Capture = pytest.CaptureFixture[str]
+
+
+# Dask forgets the socket of a handshake that is refused half way.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def forgotten_sockets() -> Iterator[None]:
+    """Close them before a test of another module, where they would be warned of."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +90,13 @@ def test_certificates_of_another_authority_are_refused(
 def test_a_scheduler_without_tls_is_no_scheduler_for_a_job_with_it(
     tls: TlsConfig, tmp_path: Path
 ) -> None:
+    # On a busy machine it may hang up before its answer is read.
+    said = r"these certificates \((WRONG_VERSION_NUMBER|hung up)\)"
     with run_farm(tmp_path / "plain") as plain:
         address = plain.address.replace("tcp", "tls")
         config = ClusterConfig(kind="scheduler", address=address, tls=tls)
         with (
-            pytest.raises(ClusterError, match=r"these certificates \(WRONG_VERSION_NUMBER\)"),
+            pytest.raises(ClusterError, match=said),
             open_runner(config, lambda _: None),
         ):
             pass
