@@ -113,7 +113,8 @@ class Bench:
         for name in PAPER_QUALITY:
             found[name], pictures[name] = self._compare(name)
         self._draw("table_quality", pictures)
-        return found, self._page("Accuracy and trustworthiness", _quality_tables(found))
+        parts = _quality_tables(found)
+        return found, self._page("Accuracy and trustworthiness", parts, QUALITY_NOTES)
 
     def _compare(self, name: str) -> tuple[dict[str, Any], dict[str, tuple[Rows, Places]]]:
         """All methods on one set; ours for every seed, the others once."""
@@ -184,7 +185,7 @@ class Bench:
             "test, paper",
         ]
         table = measure.table(head, rows)
-        return found, self._page("t-SNE on training and on test rows, 1-NN", [table])
+        return found, self._page("t-SNE on training and on test rows", [table], EARLIER_NOTES)
 
     def objectives(self) -> tuple[Found, str]:
         """The three objectives on all rows of MNIST."""
@@ -210,7 +211,8 @@ class Bench:
             ]
             for objective, scores in found.items()
         ]
-        return found, self._page("The objectives on all of MNIST", [measure.table(head, rows)])
+        table = measure.table(head, rows)
+        return found, self._page("The objectives on all of MNIST", [table], NOTES)
 
     def _ours(self, **settings: Any) -> Callable[[Rows, int], Places]:
         """Lakemap with these settings."""
@@ -233,7 +235,7 @@ class Bench:
         for title, table in found.items():
             head = [title, "10-NN, train", "10-NN, test", "trustworthiness, test", "fit, s"]
             parts += [f"## {title}", "", measure.table(head, _study_rows(table)), ""]
-        return found, self._page("What the map of MNIST depends on", parts)
+        return found, self._page("What the map of MNIST depends on", parts, NOTES)
 
     def _vary(
         self, values: Iterable[Any], settings: Callable[[Any], dict[str, Any]]
@@ -262,10 +264,10 @@ class Bench:
         rows = table_methods.load(self._options.data, name, seed, 1000)
         return rows._replace(x_test=rows.x_test[:500], y_test=rows.y_test[:500])
 
-    def _page(self, title: str, parts: Sequence[str]) -> str:
+    def _page(self, title: str, parts: Sequence[str], notes: Sequence[str]) -> str:
         most = "all" if self._n_train == ALL else f"at most {self._n_train:,}"
         lines = [f"# {title}", "", measure.conditions(self._machine, self._versions), ""]
-        lines += [f"- {most} training rows, drawn by the seed, and {TEST_ROWS}.", *NOTES]
+        lines += [f"- {most} training rows, drawn by the seed, and {TEST_ROWS}.", *notes]
         lines.append(f"- ours and the autoencoder: {len(self._seeds)} seeds; the others one run.")
         if self._options.quick:
             lines += ["", "**A quick run on a few rows: these figures mean nothing.**"]
@@ -341,10 +343,20 @@ TEST_ROWS = f"{table_methods.MOST_TEST:,} test rows; sets without a split: a fif
 NOTES = (
     f"- accuracy: {table_methods.K}-NN on the map, per cent; of training rows among the others.",
     f"- trustworthiness: k={table_methods.TRUST_K}, at most {table_methods.TRUST_ROWS:,} rows.",
+    "- ours: the defaults.",
+)
+QUALITY_NOTES = (
+    *NOTES,
     f"- paper: as printed there; beside it what it measured: {table_methods.PAPER_K}-NN, and "
     f"trustworthiness with k={table_methods.PAPER_TRUST_K} on all training rows.",
-    "- ours: the defaults; as the paper: 256 columns and no noise; autoencoder and supervised: the "
-    "default's network, as many steps of as many points.",
+    "- as the paper: ours with 256 columns and no noise.",
+    "- autoencoder and supervised: our default network, as many steps of as many points.",
+)
+EARLIER_NOTES = (
+    f"- accuracy: {table_methods.PAPER_K}-NN on the map, per cent; of training rows among the "
+    "others.",
+    "- paper: as printed there.",
+    "- ours: with 256 columns and no noise, as in the paper.",
 )
 
 
