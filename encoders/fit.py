@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from encoders import checkpoint
+from encoders.networks import places_rows_apart
 from encoders.objectives import Batch, Clipped, Objective, ObjectiveConfig, PairLoss, clip
 from encoders.preprocessing import Array, Preprocessing
+from encoders.team import parts, side_by_side, team
 
 LAST_LEARNING_RATE = 1e-7
 # RMSProp starts with an empty memory of squares (decay 0.99), so its first step is ten times longer
@@ -129,27 +131,40 @@ def fit(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, preprocessing, network, objective, anchors = trained
     settings = _settings_digest(trained, config)
-    weights, gradient = _flatten(network.to(device).train())
+    network.to(device).train()
+    trainable = [weight for weight in network.parameters() if weight.requires_grad]
+    weights = _flatten(trainable)
     optimizer = _optimizer(config, weights)
     telemetry: dict[str, Array] = {name: np.zeros(config.steps) for name in COLUMNS}
     training = checkpoint.Training(settings, network, optimizer, telemetry)
     first = 0 if resume is None else checkpoint.restore(training, resume)
     mixed = has_bfloat16(device)
     saved = time.monotonic()
-    with _threads(config.threads):
-        gather = _gatherer(rows, preprocessing, device)
+
+    def place(points: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            positions: torch.Tensor = network(points).float()
+        return positions
+
+    def pull_back(positions: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.grad(positions, trainable, slope, materialize_grads=True)
+        return torch.cat([part.ravel() for part in found])
+
+    gather = _gatherer(rows, preprocessing, device)
+    apart = device.type == "cpu" and places_rows_apart(network)
+    with team(config.threads) if apart else _threads(config.threads):
         for step in range(first, config.steps):
             drawn = _checked(draw(step), step, len(rows))
             ready = shaken(gather(drawn.rows), drawn.n_edges, config, step)
-            with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-                y = network(ready).float()
-            pair = objective(y.detach(), _batch(drawn, device), exaggeration(config, step))
-            gradient.zero_()
-            y.backward(pair.gradient + hold(y.detach(), drawn.rows, anchors))
-            layers = clip(gradient, config.clip_layer)
-            gradient.copy_(layers.gradient)
+            placed = side_by_side(place, [ready[part] for part in parts(len(ready))])
+            y = torch.cat([part.detach() for part in placed])
+            pair = objective(y, _batch(drawn, device), exaggeration(config, step))
+            slope = pair.gradient + hold(y, drawn.rows, anchors)
+            slopes = side_by_side(pull_back, placed, slope.split([len(part) for part in placed]))
+            layers = clip(torch.stack(slopes).sum(0), config.clip_layer)
+            weights.grad = layers.gradient
             if not math.isfinite(pair.loss) or math.isnan(pair.largest + layers.largest):
-                raise DivergedError(_blame(step, drawn.rows, y.detach(), pair.gradient, config))
+                raise DivergedError(_blame(step, drawn.rows, y, pair.gradient, config))
             optimizer.param_groups[0]["lr"] = learning_rate(config, step)
             optimizer.step()
             measured = _measure(step, pair, layers, config)
@@ -198,22 +213,16 @@ def exaggeration(config: FitConfig, step: int) -> float:
     return config.exaggeration if step < config.exaggerated_share * config.steps else 1.0
 
 
-def _flatten(network: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.Tensor]:
-    """All weights as one vector, and their gradient; the network's own become views of these.
+def _flatten(parameters: list[torch.nn.Parameter]) -> torch.nn.Parameter:
+    """All weights as one vector; the network's own become views of it.
 
     One long step of the optimiser takes less time than many short ones.
     """
-    parameters = list(network.parameters())
     weights = torch.cat([parameter.detach().ravel() for parameter in parameters])
-    gradient = torch.zeros_like(weights)
     sizes = [parameter.numel() for parameter in parameters]
-    for parameter, weight, slope in zip(
-        parameters, weights.split(sizes), gradient.split(sizes), strict=True
-    ):
-        parameter.data, parameter.grad = weight.view_as(parameter), slope.view_as(parameter)
-    whole = torch.nn.Parameter(weights)
-    whole.grad = gradient
-    return whole, gradient
+    for parameter, weight in zip(parameters, weights.split(sizes), strict=True):
+        parameter.data = weight.view_as(parameter)
+    return torch.nn.Parameter(weights)
 
 
 def _optimizer(config: FitConfig, weights: torch.nn.Parameter) -> torch.optim.Optimizer:

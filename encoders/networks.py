@@ -177,6 +177,28 @@ def _activation() -> torch.nn.Module:
     return torch.nn.LeakyReLU(LEAK)
 
 
+# Modules without chance, without memory and without a view of the other rows.
+_ROW_BY_ROW = {
+    torch.nn.Sequential,
+    torch.nn.Linear,
+    torch.nn.Conv2d,
+    torch.nn.Flatten,
+    torch.nn.GELU,
+    torch.nn.LeakyReLU,
+    torch.nn.ReLU,
+    torch.nn.SiLU,
+    torch.nn.Tanh,
+    Output,
+    Residual,
+    _Image,
+}
+
+
+def places_rows_apart(network: torch.nn.Module) -> bool:
+    """Whether a batch may be cut: the network is known to place every row by itself alone."""
+    return all(type(module) in _ROW_BY_ROW for module in network.modules())
+
+
 def _own(kind: str, n_inputs: int, seed: int) -> torch.nn.Module:
     """The user's network, checked to turn rows into positions."""
     make = _import(kind)

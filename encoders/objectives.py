@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from encoders import pairs
+from encoders.team import parts, side_by_side
 
 Kind = Literal["tsne", "largevis", "umap"]
 BatchKind = Literal["edges", "negatives", "points"]
@@ -85,6 +86,8 @@ class Block(NamedTuple):
     distances: torch.Tensor
     same: tuple[torch.Tensor, torch.Tensor]
 
+
+Copies = tuple[torch.Tensor, torch.Tensor]  # pairs of points that are of one row, left and right
 
 # Positions (p, 2), their batch, the exaggeration of the attraction.
 Objective = Callable[[torch.Tensor, Batch, float], PairLoss]
@@ -158,7 +161,7 @@ def repel_in_blocks(y: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, 
     # d log S_i / dy pulls on i by s_i R_ik and on k by the same, s = 1/S and R = w^2, so point i
     # collects sum_k R_ik (s_i + s_k)(y_i - y_k): the sums of R_ik and R_ik y_k, plain and by s_k.
     plain, weighted = torch.empty_like(ones_and_y), torch.zeros_like(ones_and_y)
-    for part, D, same in _blocks(y, rows):
+    for part, D, same in _blocks(y, _copies(rows), slice(0, len(y))):
         W = D.add_(1).reciprocal_()
         W[same] = 0
         S[part] = W.sum(1, keepdim=True)
@@ -206,25 +209,31 @@ def pairs_in_batch(
     b = len(y)
     y = _centred(y)
     weight = config.negatives * config.gamma / (b - 1)
-    repulsion, cost = torch.empty_like(y), 0.0
-    largest, n_clipped = 0.0, 0.0
-    for part, D, same in _blocks(y, batch.rows):
-        push, costs = _repel(D, curve, config.epsilon)
-        push[same] = costs[same] = 0
-        cost += float(costs.sum())
-        # A pair stands in the mean of both its points; so does an edge.
-        pushed = clip(push.mul_(2 * weight), config.clip)
-        C = pushed.gradient
-        repulsion[part] = C.sum(1, keepdim=True) * y[part] - C @ y
-        largest = max(largest, pushed.largest)
-        n_clipped += pushed.share * C.numel()
+    copies = _copies(batch.rows)
+
+    def repel(part: slice) -> PairLoss:
+        """The sum of the part's costs, the pushes on its points, and what of them was clipped."""
+        pushes, cost, largest, n_clipped = [], 0.0, 0.0, 0.0
+        for block, D, same in _blocks(y, copies, part):
+            push, costs = _repel(D, curve, config.epsilon)
+            push[same] = costs[same] = 0
+            cost += float(costs.sum())
+            # A pair stands in the mean of both its points; so does an edge.
+            pushed = clip(push.mul_(2 * weight), config.clip)
+            C = pushed.gradient
+            pushes.append(C.sum(1, keepdim=True) * y[block] - C @ y)
+            largest = max(largest, pushed.largest)
+            n_clipped += pushed.share * C.numel()
+        return PairLoss(cost, torch.cat(pushes), largest, n_clipped)
+
+    costs, pushes, largest, n_clipped = zip(*side_by_side(repel, parts(b)), strict=True)
     step = y - y.roll(b // 2, 0)
     pull, gain = _attract(step.square().sum(1, keepdim=True), curve, config.epsilon)
     pulled = clip(pull.mul_(2 * exaggeration), config.clip)
-    loss = float((exaggeration * gain).mean()) + weight * cost / b
-    gradient = 2 * (pulled.gradient * step - repulsion)
-    share = (n_clipped + pulled.share * b) / (b * b + b)
-    return PairLoss(loss, gradient / b, max(largest, pulled.largest), share)
+    loss = float((exaggeration * gain).mean()) + weight * sum(costs) / b
+    gradient = 2 * (pulled.gradient * step - torch.cat(pushes))
+    share = (sum(n_clipped) + pulled.share * b) / (b * b + b)
+    return PairLoss(loss, gradient / b, max(*largest, pulled.largest), share)
 
 
 def pairs_with_negatives(
@@ -301,11 +310,11 @@ def _centred(y: torch.Tensor) -> torch.Tensor:
     return y - y.median(0).values
 
 
-def _blocks(y: torch.Tensor, rows: torch.Tensor) -> Iterator[Block]:
-    """All pairs of the points, so many points at once that what is computed stays in the cache."""
-    left, right = _copies(rows)
-    for start in range(0, len(y), BLOCK_POINTS):
-        part = slice(start, min(start + BLOCK_POINTS, len(y)))
+def _blocks(y: torch.Tensor, copies: Copies, points: slice) -> Iterator[Block]:
+    """Pairs of some points with all, so many at once that what is computed stays in the cache."""
+    left, right = copies
+    for start in range(points.start, points.stop, BLOCK_POINTS):
+        part = slice(start, min(start + BLOCK_POINTS, points.stop))
         itself = torch.arange(part.start, part.stop, device=y.device)
         inside = (left >= part.start) & (left < part.stop)
         same = torch.cat([itself, left[inside]]) - start, torch.cat([itself, right[inside]])
@@ -322,7 +331,7 @@ def _squared_distances(some: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return D.addcmul_(across, across)
 
 
-def _copies(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _copies(rows: torch.Tensor) -> Copies:
     """The points that are of one row, pair by pair, of rows that stand in the batch twice."""
     _, number, count = torch.unique(rows, return_inverse=True, return_counts=True)
     repeated = (count[number] > 1).nonzero()[:, 0]

@@ -10,9 +10,9 @@ from distributed import Client
 
 log = logging.getLogger("lakemap")
 
-# One thread unless a task sets its own number. Threads of training wait for one another in a loop,
-# by default so long that one busy process beside them stalls it (811 ms a step); asleep at once
-# they wake too late (26 ms). A short loop costs 16 ms, and 42 to 105 beside two busy processes.
+# One thread unless a task sets its own number. OpenMP's threads wait for one another in a loop, by
+# default so long that one busy process beside them stalls them; asleep at once they wake too late.
+# A short loop is between. (Training does without them: encoders/team.py.)
 # Dask's own MALLOC_TRIM_THRESHOLD_ is left out: it gives every large array back to the system at
 # once (49 against 28 ms a step).
 WORKER_ENVIRONMENT = {

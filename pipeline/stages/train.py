@@ -72,7 +72,7 @@ def finish(context: Context[TrainSettings], records: list[Record]) -> dict[str, 
 
 TRAIN = Stage(
     name="train",
-    version=7,
+    version=8,
     reads=("sample", "symmetrize", "edges"),
     settings=settings,
     estimate=estimate,

@@ -224,6 +224,34 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize("kind", ["tsne", "largevis", "umap"])
+def test_threads_only_move_last_bits(kind: Any) -> None:
+    config = replace(SMALL, objective=ObjectiveConfig(kind), optimizer="sgd", steps=5)
+    untrained = trained(clusters(), prepare(clusters())).network
+    start, alone, shared = (
+        torch.nn.utils.parameters_to_vector(network.parameters()).detach()
+        for network in (untrained, train(config).network, train(replace(config, threads=3)).network)
+    )
+    assert (shared - alone).norm() < 0.02 * (alone - start).norm()
+
+
+@pytest.mark.parametrize(("layer", "sizes"), [("Tanh", {16}), ("Dropout", {32})])
+def test_threads_share_a_batch_only_where_rows_are_placed_apart(
+    layer: str, sizes: set[int]
+) -> None:
+    seen: set[int] = set()
+    network = torch.nn.Sequential(torch.nn.Linear(8, 2), getattr(torch.nn, layer)())
+    network.register_forward_pre_hook(lambda _, points: seen.add(len(points[0])))
+    rows = clusters()
+    objective = build_objective(SMALL.objective)
+    fit(
+        Trained(rows, prepare(rows), network, objective),
+        drawer(len(rows)),
+        replace(SMALL, threads=2, steps=2),
+    )
+    assert seen == sizes
+
+
 def test_a_row_that_is_not_a_number_stops_the_run_and_is_named() -> None:
     rows, draw = clusters(), drawer(400, 16)
     preprocessing = prepare(rows)
