@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,11 @@ input: {path: lake, vector: pixels, id: row, label: label, holdout: held_out}
 output: maps
 sample: {rows: 60000}
 """
+RUNS: dict[str, tuple[str, ...]] = {
+    "lakemap": (),
+    "lakemap, 1,000 steps": ("train.steps=1000",),
+    "lakemap, 4,000 steps": ("train.steps=4000",),
+}
 QUICK = ("train.steps=100", "train.batch=256", measure.NO_GATES)
 
 
@@ -103,14 +109,18 @@ def compare(path: Path, folder: Path, options: argparse.Namespace) -> dict[str, 
     print(f"{path.stem}: {len(rows.x_train):,} + {len(rows.x_test):,} rows", file=sys.stderr)
     write_lake(folder / "lake", rows)
     (folder / "job.yaml").write_text(JOB)
-    stages, ours = run_lakemap(folder, rows, options.quick)
-    methods = {"lakemap": ours}
+    methods: dict[str, dict[str, Any]] = {}
+    stages: dict[str, dict[str, Any]] = {}
+    for title, settings in RUNS.items():
+        chosen = [*settings, *(QUICK if options.quick else ())]
+        output = folder / f"maps-{len(methods)}"
+        stages[title], methods[title] = run_lakemap(folder / "job.yaml", output, rows, chosen)
     for peer in DISTRIBUTIONS:
         measured = run_peer(peer, path, folder, rows, options.peers_python)
         if measured is not None:
             methods[peer] = measured
     shape = {"training": len(rows.x_train), "test": len(rows.x_test)}
-    return {"rows": shape, "stages": stages, "methods": methods}
+    return {"rows": shape, "stages": stages["lakemap"], "methods": methods}
 
 
 def write_lake(folder: Path, rows: Rows) -> None:
@@ -130,12 +140,14 @@ def write_lake(folder: Path, rows: Rows) -> None:
         pq.write_table(pa.table(columns), folder / f"part-{start:07d}.parquet")
 
 
-def run_lakemap(folder: Path, rows: Rows, quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_lakemap(
+    job: Path, output: Path, rows: Rows, settings: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Cost of every step, and the figures of the map."""
-    command = [measure.lakemap_command(), "run", str(folder / "job.yaml"), "--json"]
-    command += [f"--set={setting}" for setting in (QUICK if quick else ())]
+    command = [measure.lakemap_command(), "run", str(job), "--json"]
+    command += [f"--set={setting}" for setting in (f"output={output}", *settings)]
     measured = measure.run_measured(command)
-    run = measure.read_run(folder / "maps")
+    run = measure.read_run(output)
     embed, until = run.stages["embed"], list(run.stages).index("embed")
     fit_seconds = sum(found.wall_seconds for found in list(run.stages.values())[:until])
     figures = {
