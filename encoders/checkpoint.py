@@ -8,13 +8,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from encoders.optimizers import Optimizer
+
 
 class Training(NamedTuple):
     """A training run under way; `settings` is the digest of whatever decides its outcome."""
 
     settings: bytes
     network: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     telemetry: dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
@@ -26,9 +28,8 @@ def dump(training: Training, step: int) -> bytes:
     }
     for name, weight in training.network.state_dict().items():
         tensors[f"network.{name}"] = weight
-    for index, state in training.optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            tensors[f"optimizer.{index}.{name}"] = value
+    for name, value in training.optimizer.state.items():
+        tensors[f"optimizer.{name}"] = value
     for name, column in training.telemetry.items():
         tensors[f"telemetry.{name}"] = torch.tensor(column[:step])
     return save_tensors(tensors)
@@ -48,8 +49,15 @@ def restore(training: Training, blob: bytes) -> int:
             f"fit: checkpoint was made with other settings ({settings.hex()[:12]}, this run has "
             f"{training.settings.hex()[:12]}); restore them, or start without the checkpoint"
         )
+    state = _part(tensors, "optimizer.")
+    if state.keys() != training.optimizer.state.keys():
+        raise ValueError(
+            f"fit: checkpoint remembers {', '.join(sorted(state))} of the optimizer, this version "
+            f"needs {', '.join(sorted(training.optimizer.state))}; start without the checkpoint"
+        )
     training.network.load_state_dict(_part(tensors, "network."))
-    _restore_optimizer(training.optimizer, _part(tensors, "optimizer."))
+    for name, value in state.items():
+        training.optimizer.state[name].copy_(value)
     for name, column in _part(tensors, "telemetry.").items():
         training.telemetry[name][:step] = column.numpy()
     return step
@@ -62,13 +70,3 @@ def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
         for name, value in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, values: dict[str, torch.Tensor]) -> None:
-    """Give the optimiser the state in `values`, named '<parameter>.<state>'."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in values.items():
-        index, _, key = name.partition(".")
-        # The blob's tensors share one unaligned buffer; a clone is laid out like a fresh tensor.
-        state.setdefault(int(index), {})[key] = value.clone()
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

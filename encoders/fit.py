@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,8 +17,10 @@ import torch
 from encoders import checkpoint
 from encoders.networks import places_rows_apart
 from encoders.objectives import Batch, Clipped, Objective, ObjectiveConfig, PairLoss, clip
+from encoders.optimizers import Kind as OptimizerKind
+from encoders.optimizers import build_optimizer, flatten
 from encoders.preprocessing import Array, Preprocessing
-from encoders.team import parts, side_by_side, team
+from encoders.team import ahead, parts, side_by_side, team
 
 LAST_LEARNING_RATE = 1e-7
 # RMSProp starts with an empty memory of squares (decay 0.99), so its first step is ten times longer
@@ -73,7 +75,7 @@ class FitConfig:
     steps: int = 3000
     learning_rate: float = 4e-3
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    optimizer: Literal["rmsprop", "adam", "sgd"] = "rmsprop"
+    optimizer: OptimizerKind = "rmsprop"
     exaggeration: float = 4.0
     exaggerated_share: float = 0.1
     noise: float = 0.5
@@ -129,44 +131,34 @@ def fit(
     telemetry.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, preprocessing, network, objective, anchors = trained
+    network, objective = trained.network, trained.objective
     settings = _settings_digest(trained, config)
     network.to(device).train()
     trainable = [weight for weight in network.parameters() if weight.requires_grad]
-    weights = _flatten(trainable)
-    optimizer = _optimizer(config, weights)
+    weights = flatten(trainable)
+    optimizer = build_optimizer(config.optimizer, weights)
     telemetry: dict[str, Array] = {name: np.zeros(config.steps) for name in COLUMNS}
     training = checkpoint.Training(settings, network, optimizer, telemetry)
     first = 0 if resume is None else checkpoint.restore(training, resume)
-    mixed = has_bfloat16(device)
     saved = time.monotonic()
-
-    def place(points: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
-            positions: torch.Tensor = network(points).float()
-        return positions
-
-    def pull_back(positions: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-        found = torch.autograd.grad(positions, trainable, slope, materialize_grads=True)
-        return torch.cat([part.ravel() for part in found])
-
-    gather = _gatherer(rows, preprocessing, device)
+    place, pull_back = partial(_place, network), partial(_pull_back, trainable)
+    prepare = _preparer(trained, draw, config, device)
     apart = device.type == "cpu" and places_rows_apart(network)
     with team(config.threads) if apart else _threads(config.threads):
+        coming = ahead(prepare, first)
         for step in range(first, config.steps):
-            drawn = _checked(draw(step), step, len(rows))
-            ready = shaken(gather(drawn.rows), drawn.n_edges, config, step)
+            drawn, ready = coming()
             placed = side_by_side(place, [ready[part] for part in parts(len(ready))])
             y = torch.cat([part.detach() for part in placed])
             pair = objective(y, _batch(drawn, device), exaggeration(config, step))
-            slope = pair.gradient + hold(y, drawn.rows, anchors)
+            slope = pair.gradient + hold(y, drawn.rows, trained.anchors)
             slopes = side_by_side(pull_back, placed, slope.split([len(part) for part in placed]))
-            layers = clip(torch.stack(slopes).sum(0), config.clip_layer)
-            weights.grad = layers.gradient
+            if step + 1 < config.steps:
+                coming = ahead(prepare, step + 1)  # while this thread moves the weights
+            layers = clip(sum(slopes[1:], slopes[0]), config.clip_layer)
             if not math.isfinite(pair.loss) or math.isnan(pair.largest + layers.largest):
                 raise DivergedError(_blame(step, drawn.rows, y, pair.gradient, config))
-            optimizer.param_groups[0]["lr"] = learning_rate(config, step)
-            optimizer.step()
+            optimizer.step(layers.gradient, learning_rate(config, step))
             measured = _measure(step, pair, layers, config)
             for name, value in measured.items():
                 telemetry[name][step] = value
@@ -213,28 +205,20 @@ def exaggeration(config: FitConfig, step: int) -> float:
     return config.exaggeration if step < config.exaggerated_share * config.steps else 1.0
 
 
-def _flatten(parameters: list[torch.nn.Parameter]) -> torch.nn.Parameter:
-    """All weights as one vector; the network's own become views of it.
-
-    One long step of the optimiser takes less time than many short ones.
-    """
-    weights = torch.cat([parameter.detach().ravel() for parameter in parameters])
-    sizes = [parameter.numel() for parameter in parameters]
-    for parameter, weight in zip(parameters, weights.split(sizes), strict=True):
-        parameter.data = weight.view_as(parameter)
-    return torch.nn.Parameter(weights)
+def _place(network: torch.nn.Module, points: torch.Tensor) -> torch.Tensor:
+    """The points' positions, float32."""
+    device = points.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
+        positions: torch.Tensor = network(points).float()
+    return positions
 
 
-def _optimizer(config: FitConfig, weights: torch.nn.Parameter) -> torch.optim.Optimizer:
-    """The optimiser of `config` over the weights."""
-    match config.optimizer:
-        case "rmsprop":
-            return torch.optim.RMSprop([weights], lr=config.learning_rate)
-        case "adam":
-            return torch.optim.Adam([weights], lr=config.learning_rate)
-        case "sgd":
-            return torch.optim.SGD([weights], lr=config.learning_rate, momentum=0.9)
-    raise ValueError(f"fit: optimizer {config.optimizer!r} is unknown; use rmsprop, adam or sgd")
+def _pull_back(
+    trainable: list[torch.nn.Parameter], positions: torch.Tensor, slope: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of all weights as one vector, for the positions' own."""
+    found = torch.autograd.grad(positions, trainable, slope, materialize_grads=True)
+    return torch.cat([part.ravel() for part in found])
 
 
 def _settings_digest(trained: Trained, config: FitConfig) -> bytes:
@@ -254,6 +238,19 @@ def _settings_digest(trained: Trained, config: FitConfig) -> bytes:
     for name, weight in trained.network.state_dict().items():  # as they are before the first step
         digest.update(name.encode() + weight.cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _preparer(
+    trained: Trained, draw: Draw, config: FitConfig, device: torch.device
+) -> Callable[[int], tuple[Drawn, torch.Tensor]]:
+    """A function from a step to its points and what the network gets of them."""
+    gather = _gatherer(trained.rows, trained.preprocessing, device)
+
+    def prepare(step: int) -> tuple[Drawn, torch.Tensor]:
+        drawn = _checked(draw(step), step, len(trained.rows))
+        return drawn, shaken(gather(drawn.rows), drawn.n_edges, config, step)
+
+    return prepare
 
 
 def _gatherer(

@@ -344,9 +344,9 @@ def clip(gradient: torch.Tensor, threshold: float) -> Clipped:
 
     An infinite entry is cut like any large one; NaN stays NaN, so that the caller sees it.
     """
-    size = gradient.abs()
-    largest = float(size.max())
+    low, high = gradient.aminmax()
+    largest = max(-float(low), float(high))
     if largest <= threshold:
         return Clipped(gradient, largest, 0.0)
-    share = float((size > threshold).sum()) / gradient.numel()
+    share = float((gradient.abs() > threshold).sum()) / gradient.numel()
     return Clipped(gradient.clamp(-threshold, threshold), largest, share)

@@ -20,7 +20,7 @@ WORKER_ENVIRONMENT = {
     "MKL_NUM_THREADS": 1,
     "OPENBLAS_NUM_THREADS": 1,
     "GOMP_SPINCOUNT": 10_000,
-    "MALLOC_ARENA_MAX": 2,  # a new thread for every task would otherwise mean a new heap
+    "MALLOC_ARENA_MAX": 3,  # a new thread for every task would otherwise mean a new heap
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # Arrow's own gives memory back between two batches
 }
 WATCHER_BYTES = 256 << 20  # of the process beside a worker that starts it anew

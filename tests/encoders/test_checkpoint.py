@@ -4,27 +4,24 @@ import torch
 
 from encoders.checkpoint import Training, dump, restore
 from encoders.networks import NetworkConfig, build_network
+from encoders.optimizers import Kind, build_optimizer, flatten
 
 
-def training(optimizer: str, seed: int = 0, settings: bytes = b"same") -> Training:
+def training(optimizer: Kind, seed: int = 0, settings: bytes = b"same") -> Training:
     network = build_network(NetworkConfig(hidden=4, layers=1), 3, seed=seed)
-    made: dict[str, torch.optim.Optimizer] = {
-        "rmsprop": torch.optim.RMSprop(network.parameters()),
-        "adam": torch.optim.Adam(network.parameters()),
-        "sgd": torch.optim.SGD(network.parameters(), momentum=0.9),
-    }
-    return Training(settings, network, made[optimizer], {"loss": np.zeros(5)})
+    weights = flatten(list(network.parameters()))
+    return Training(settings, network, build_optimizer(optimizer, weights), {"loss": np.zeros(5)})
 
 
 def step(run: Training) -> None:
     inputs = torch.linspace(-1, 1, 12).view(4, 3)
-    run.optimizer.zero_grad()
-    run.network(inputs).square().sum().backward()
-    run.optimizer.step()
+    loss = run.network(inputs).square().sum()
+    slopes = torch.autograd.grad(loss, list(run.network.parameters()))
+    run.optimizer.step(torch.cat([slope.ravel() for slope in slopes]), 0.01)
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam", "sgd"])
-def test_restored_run_goes_on_where_it_was(optimizer: str) -> None:
+def test_restored_run_goes_on_where_it_was(optimizer: Kind) -> None:
     run = training(optimizer)
     step(run)
     step(run)
@@ -47,6 +44,14 @@ def test_checkpoint_of_other_settings_is_refused() -> None:
     blob = dump(training("sgd", settings=b"other"), 0)
     with pytest.raises(ValueError, match="made with other settings"):
         restore(training("sgd"), blob)
+
+
+def test_checkpoint_of_another_optimizer_is_refused() -> None:
+    blob, run = dump(training("adam"), 1), training("rmsprop", seed=1)
+    before = dump(run, 0)
+    with pytest.raises(ValueError, match=r"mean, n_steps, squares of the optimizer, .* squares;"):
+        restore(run, blob)
+    assert dump(run, 0) == before
 
 
 @pytest.mark.parametrize("blob", [b"", b"no safetensors at all", dump(training("sgd"), 0)[:-1]])
