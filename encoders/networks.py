@@ -42,15 +42,16 @@ def build_network(config: NetworkConfig, n_inputs: int, seed: int = 0) -> torch.
             "widths must be at least 1 and layers at least 0"
         )
     generator = torch.Generator().manual_seed(seed)
-    match config.kind:
-        case "mlp":
-            return _mlp(config, n_inputs, generator)
-        case "residual":
-            return _residual(config, n_inputs, generator)
-        case "cnn":
-            return _cnn(config, n_inputs, generator)
-    if ":" in config.kind:
-        return _own(config.kind, n_inputs, seed)
+    with _seeded(seed):
+        match config.kind:
+            case "mlp":
+                return _mlp(config, n_inputs, generator)
+            case "residual":
+                return _residual(config, n_inputs, generator)
+            case "cnn":
+                return _cnn(config, n_inputs, generator)
+        if ":" in config.kind:
+            return _own(config.kind, n_inputs)
     raise ValueError(
         f"network: kind {config.kind!r} is unknown; use 'mlp', 'residual', 'cnn' or "
         "'package.module:name'"
@@ -61,7 +62,8 @@ def build_decoder(config: NetworkConfig, n_outputs: int, seed: int = 0) -> torch
     """The mlp of `config` the other way round: (b, 2) to (b, n_outputs)."""
     generator = torch.Generator().manual_seed(seed)
     widths = [N_OUTPUTS, *[config.hidden] * (config.layers + 1), n_outputs]
-    return _chain(widths, generator)
+    with _seeded(seed):
+        return _chain(widths, generator)
 
 
 class Output(torch.nn.Linear):
@@ -151,22 +153,21 @@ class _Image(torch.nn.Module):
 
 def _convolution(before: int, after: int, generator: torch.Generator) -> torch.nn.Conv2d:
     """A 3 x 3 convolution that halves the image, with Xavier weights and a bias of zero."""
-    layer = torch.nn.Conv2d(before, after, 3, stride=2, padding=1, device="meta")
+    layer = torch.nn.Conv2d(before, after, 3, stride=2, padding=1)
     return _initialize(layer, generator)
 
 
 def _linear(n_inputs: int, n_outputs: int, generator: torch.Generator) -> torch.nn.Linear:
     """A linear layer with Xavier weights and a bias of zero."""
-    return _initialize(torch.nn.Linear(n_inputs, n_outputs, device="meta"), generator)
+    return _initialize(torch.nn.Linear(n_inputs, n_outputs), generator)
 
 
 def _output(n_inputs: int, n_outputs: int, generator: torch.Generator) -> Output:
-    return _initialize(Output(n_inputs, n_outputs, device="meta"), generator)
+    return _initialize(Output(n_inputs, n_outputs), generator)
 
 
 def _initialize(layer: Layer, generator: torch.Generator) -> Layer:
-    """The layer, made without values: it would have drawn them from the global generator."""
-    layer.to_empty(device="cpu")
+    """The layer with Xavier weights and a bias of zero."""
     torch.nn.init.xavier_uniform_(layer.weight, generator=generator)
     assert layer.bias is not None
     torch.nn.init.zeros_(layer.bias)
@@ -199,11 +200,9 @@ def places_rows_apart(network: torch.nn.Module) -> bool:
     return all(type(module) in _ROW_BY_ROW for module in network.modules())
 
 
-def _own(kind: str, n_inputs: int, seed: int) -> torch.nn.Module:
+def _own(kind: str, n_inputs: int) -> torch.nn.Module:
     """The user's network, checked to turn rows into positions."""
-    make = _import(kind)
-    with _seeded(seed):
-        network = make(n_inputs)
+    network = _import(kind)(n_inputs)
     if not isinstance(network, torch.nn.Module):
         raise ValueError(
             f"network: {kind} gave a {type(network).__name__}; it must give a torch.nn.Module"

@@ -28,11 +28,12 @@ from pipeline.kernels.sampling import draw_positions
 from pipeline.manifest import Part, Plan, Record, Store
 from pipeline.partitions import Partition, graph_rows, split_rows
 from pipeline.runner import Report
-from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage, one_partition
+from pipeline.stage import PROCESS_BYTES, Context, Estimate, Shape, Stage
 from pipeline.stages import cells
 from pipeline.stores import Buckets
 
-QUERIES_PER_TASK = 8192
+BLOCK_ROWS = 8192  # of the sample that are compared with queries at once
+QUERIES_PER_TASK = 250  # each task reads the whole sample
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,10 @@ def estimate_merge(job: Job, shape: Shape) -> Estimate:
 
 
 def estimate_recall(job: Job, shape: Shape) -> Estimate:
-    """One task holds the queries and one block of the sample."""
-    rows = job.neighbors.recall_queries + 3 * QUERIES_PER_TASK
-    return Estimate(1, PROCESS_BYTES + rows * shape.width * 4, 1000)
+    """One task holds its queries and one block of the sample."""
+    n_parts = -(-min(job.neighbors.recall_queries, shape.n_train) // QUERIES_PER_TASK)
+    rows = QUERIES_PER_TASK + 3 * BLOCK_ROWS
+    return Estimate(n_parts, PROCESS_BYTES + rows * shape.width * 4, 1000)
 
 
 def prepare_search(context: Context[NeighborSettings]) -> Plan:
@@ -187,7 +189,7 @@ def _fill_short_rows(
 def _search_sample(context: Context[Any], queries: NDArray[np.int64]) -> Neighbors:
     """Exact neighbours of the rows of those (sorted) numbers; the sample is read block by block."""
     sample, k, metric = context.read("sample"), context.settings.k, context.settings.metric
-    blocks = split_rows(sample.n_rows, QUERIES_PER_TASK)
+    blocks = split_rows(sample.n_rows, BLOCK_ROWS)
     vectors = np.concatenate([_pick(sample, queries, block, metric) for block in blocks])
     best, every = empty_neighbors(len(queries), k), np.arange(len(queries))
     for block in blocks:
@@ -207,16 +209,21 @@ def _pick(
     return widen(rows[queries[start:stop] - block.start], metric)
 
 
-def recall_part(context: Context[RecallSettings], _: Partition, __: Report) -> Part:
-    """Share of the true k nearest that were found, on seeded rows."""
+def prepare_recall(context: Context[RecallSettings]) -> Plan:
+    """Parts of the queries."""
+    n_queries = min(context.settings.queries, context.read("sample").n_rows)
+    return Plan(split_rows(n_queries, QUERIES_PER_TASK))
+
+
+def recall_part(context: Context[RecallSettings], partition: Partition, _: Report) -> Part:
+    """Shares of the true k nearest that were found, on seeded rows."""
     config, neighbors = context.settings, context.read("neighbors")
     seed = [config.seed, crc32(b"recall")]
-    queries = np.sort(draw_positions(neighbors.n_rows, config.queries, seed))
+    drawn = np.sort(draw_positions(neighbors.n_rows, config.queries, seed))
+    queries = drawn[partition.start : partition.stop]
     exact = _search_sample(context, queries)
     found = _read_neighbors(neighbors, queries)
-    mean, low, high = mean_interval(recall_per_query(found, exact))
-    metrics = {"recall": mean, "recall_low": low, "recall_high": high, "n_queries": len(queries)}
-    return Part(len(queries), metrics=metrics)
+    return Part(len(queries), metrics={"shares": recall_per_query(found, exact).tolist()})
 
 
 def _read_neighbors(neighbors: Store, queries: NDArray[np.int64]) -> Neighbors:
@@ -232,7 +239,9 @@ def _read_neighbors(neighbors: Store, queries: NDArray[np.int64]) -> Neighbors:
 
 def finish_recall(_: Context[RecallSettings], records: list[Record]) -> dict[str, Any]:
     """The recall and its 95% interval."""
-    return records[0].metrics
+    shares = np.concatenate([record.metrics["shares"] for record in records])
+    mean, low, high = mean_interval(shares)
+    return {"recall": mean, "recall_low": low, "recall_high": high, "n_queries": len(shares)}
 
 
 SEARCH = Stage(
@@ -255,11 +264,11 @@ NEIGHBORS = Stage(
 )
 RECALL = Stage(
     name="recall",
-    version=1,
+    version=2,
     reads=("sample", "neighbors"),
     settings=recall_settings,
     estimate=estimate_recall,
-    prepare=one_partition,
+    prepare=prepare_recall,
     do_part=recall_part,
     finish=finish_recall,
 )
