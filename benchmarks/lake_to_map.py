@@ -38,7 +38,7 @@ sample: {rows: 60000}
 RUNS: dict[str, tuple[str, ...]] = {
     "lakemap": (),
     "lakemap, 1,000 steps": ("train.steps=1000",),
-    "lakemap, 4,000 steps": ("train.steps=4000",),
+    "lakemap, 6,000 steps": ("train.steps=6000",),
 }
 QUICK = ("train.steps=100", "train.batch=256", measure.NO_GATES)
 

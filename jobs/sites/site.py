@@ -15,12 +15,14 @@ log = logging.getLogger("lakemap")
 # A short loop is between. (Training does without them: encoders/team.py.)
 # Dask's own MALLOC_TRIM_THRESHOLD_ is left out: it gives every large array back to the system at
 # once (49 against 28 ms a step).
+# A new thread for every task would mean a new heap for each, so there are few. With two, both
+# threads of a training may get the same one and wait for it (60 waits a step against 30).
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": 1,
     "MKL_NUM_THREADS": 1,
     "OPENBLAS_NUM_THREADS": 1,
     "GOMP_SPINCOUNT": 10_000,
-    "MALLOC_ARENA_MAX": 3,  # a new thread for every task would otherwise mean a new heap
+    "MALLOC_ARENA_MAX": 3,
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # Arrow's own gives memory back between two batches
 }
 WATCHER_BYTES = 256 << 20  # of the process beside a worker that starts it anew

@@ -33,7 +33,7 @@ from pipeline.stages import cells
 from pipeline.stores import Buckets
 
 BLOCK_ROWS = 8192  # of the sample that are compared with queries at once
-QUERIES_PER_TASK = 250  # each task reads the whole sample
+QUERIES_PER_TASK = 500  # each task reads the whole sample
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from encoders import pairs
 from encoders.networks import NetworkConfig, build_network, places_rows_apart
-from encoders.team import parts, side_by_side, team
+from encoders.team import ahead, parts, side_by_side, team
 
 
 @pytest.mark.parametrize(("length", "sizes"), [(7, [2, 2, 3]), (2, [1, 1]), (1, [1])])
@@ -51,6 +52,28 @@ def test_the_error_of_a_part_is_raised(part: int) -> None:
     with pytest.raises(ValueError, match=f"part {part}"), team(2):
         side_by_side(work, range(2))
     assert parts(2) == [slice(0, 2)]
+
+
+def test_work_ahead_runs_while_the_caller_does_other_things() -> None:
+    meeting = threading.Barrier(2, timeout=20)
+    with team(2):
+        coming = ahead(lambda number: (meeting.wait(), number), 7)
+        meeting.wait()
+        assert coming()[1] == 7
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_without_others_work_ahead_is_done_when_asked_for(size: int | None) -> None:
+    with team(size) if size else nullcontext():
+        coming = ahead(threading.get_ident)
+        assert coming() == threading.get_ident()
+
+
+def test_the_error_of_work_ahead_is_raised_where_it_is_asked_for() -> None:
+    with team(2):
+        coming = ahead(int, "seven")
+        with pytest.raises(ValueError, match="seven"):
+            coming()
 
 
 def test_pushes_are_the_same_bits_in_any_team() -> None:
