@@ -87,6 +87,7 @@ def test_forced_cells_lose_what_the_recall_says(tmp_path: Path) -> None:
     check_shape(graph)
     recall = recall_of(graph)
     assert 0.5 < recall.mean() < 0.99  # else this test would see nothing
+    assert len(graph.stores["recall"].records) == 3
     assert graph.recall["n_queries"] == 450
     assert graph.recall["recall"] == pytest.approx(recall.mean(), abs=1e-12)
     half = 1.96 * recall.std(ddof=1) / 450**0.5
@@ -146,7 +147,7 @@ def test_a_thousand_identical_rows_among_others(
     lake = write_parquet(tmp_path / "lake", vectors, n_files=1)
     monkeypatch.setattr("pipeline.stages.cells.assign_rows", lambda *_: 600)
     monkeypatch.setattr("pipeline.stages.neighbors.graph_rows", lambda _: 600)
-    monkeypatch.setattr("pipeline.stages.neighbors.QUERIES_PER_TASK", 600)
+    monkeypatch.setattr("pipeline.stages.neighbors.BLOCK_ROWS", 600)
     job = make_job(
         lake.path,
         tmp_path / "maps",
