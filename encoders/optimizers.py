@@ -1,7 +1,7 @@
 """Optimisers over one vector of weights.
 
 Those of `torch.optim` give the same bits (a test holds them together), but making one loads torch's
-compiler, which takes as long as dozens of steps, and a step takes twice the time.
+compiler, which takes as long as dozens of steps, and a step takes half as long again.
 """
 
 from typing import Literal, Protocol
