@@ -1,10 +1,11 @@
 """Data sets, methods and scores of the tables: every method on the same rows, by the same code."""
 
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,10 @@ MOST_TRAINING = 10_000  # the cap of the paper's release
 MOST_TEST = 10_000
 BASELINE_CLIP = 1e6
 BASELINE_LEARNING_RATE = 3e-3
+
+
+# Scores of every run by set and method, or by what is varied and its value.
+Found = dict[str, dict[str, Any]]
 
 
 class Places(NamedTuple):
@@ -156,6 +161,11 @@ def pca(rows: Rows, seed: int) -> Places:
     seconds = time.perf_counter() - started
     train, test = (fitted.transform(x.astype(np.float32)) for x in (rows.x_train, rows.x_test))
     return Places(train, test, seconds)
+
+
+def mean(scores: Sequence[dict[str, float]], key: str) -> float:
+    """The mean of one score over the runs."""
+    return statistics.fmean(found[key] for found in scores)
 
 
 def peer(name: str, rows: Rows, python: str) -> tuple[Places, str] | None:

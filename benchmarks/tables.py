@@ -15,16 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from benchmarks import measure, table_methods
+from benchmarks import measure, table_methods, table_pictures
 from benchmarks.lake_to_map import Rows
 from benchmarks.peers import DISTRIBUTIONS
-from benchmarks.table_methods import Places
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
+from benchmarks.table_methods import Found, Places, mean
 
 TABLES = ("quality", "earlier", "study", "objectives")
 OBJECTIVES = ("tsne", "largevis", "umap")
@@ -50,11 +46,10 @@ PAPER_QUALITY = {
 }
 PAPER_EARLIER = {"letter": (94.3, 79.7), "mnist": (93.4, 87.8), "usps": (96.8, 88.9)}
 HIDDEN = (4, 8, 16, 32, 64, 128, 256, 512)
+PARTS = ("train", "test")
 BATCHES = (64, 128, 256, 512, 1024, 2048)
 SAMPLES = (500, 1000, 2000, 5000, 10_000)
 SHAPES = {"mnist": (28, 28)}
-
-Found = dict[str, dict[str, Any]]
 
 
 def main() -> None:
@@ -97,7 +92,7 @@ class Bench:
         pictures: dict[str, dict[str, tuple[Rows, Places]]] = {}
         for name in QUALITY_SETS:
             found[name], pictures[name] = self._compare(name)
-        self._draw("table_quality", pictures)
+        self._save(table_pictures.draw_maps(pictures), "table_quality")
         parts = _quality_tables(found)
         return found, self._page("Accuracy and trustworthiness", parts, QUALITY_NOTES)
 
@@ -147,25 +142,26 @@ class Bench:
     def earlier(self) -> tuple[Found, str]:
         """t-SNE on the sets of earlier parametric methods, with the paper's settings."""
         found: Found = {}
-        rows = []
-        for name, (train, test) in PAPER_EARLIER.items():
+        for name in PAPER_EARLIER:
             run = self._ours(**PAPER_SETTINGS["tsne"], steps=EARLIER_STEPS)
-            scores = self._repeat(name, run, {}, "tsne")
-            first = self._load(name, 0)
-            peer = table_methods.peer("openTSNE", first, self._options.peers_python)
-            found[name] = {"tsne": scores}
-            shown = [_percent(scores, key) for key in ("train_nearest", "test_nearest")]
-            ceiling = ""
-            if peer is not None:
-                places, self._versions["openTSNE"] = peer
-                found[name]["openTSNE"] = [table_methods.score(first, places)]
-                ceiling = _percent(found[name]["openTSNE"], "train_nearest")
-            rows.append([name, shown[0], f"{train}", ceiling, shown[1], f"{test}"])
-        self._save(draw_earlier(found), "table_earlier")
-        head = ["set", "train, ours", "train, paper", "train, openTSNE"]
-        head += ["test, ours", "test, paper"]
-        table = measure.table(head, rows)
+            found[name] = {"tsne": self._repeat(name, run, {}, "tsne")}
+            if peers := self._open_tsne(name):
+                found[name]["openTSNE"] = peers
+        self._save(table_pictures.draw_earlier(found, PAPER_EARLIER), "table_earlier")
+        table = measure.table(*_earlier_table(found))
         return found, self._page("t-SNE on training and on test rows", [table], EARLIER_NOTES)
+
+    def _open_tsne(self, name: str) -> list[dict[str, float]]:
+        """What openTSNE reaches on the rows of every seed; nothing where it is not installed."""
+        scores = []
+        for seed in self._seeds:
+            rows = self._load(name, seed)
+            measured = table_methods.peer("openTSNE", rows, self._options.peers_python)
+            if measured is None:
+                return []
+            places, self._versions["openTSNE"] = measured
+            scores.append(table_methods.score(rows, places))
+        return scores
 
     def objectives(self) -> tuple[Found, str]:
         """The three objectives on all rows of MNIST."""
@@ -177,17 +173,14 @@ class Bench:
             }
             for objective in OBJECTIVES
         }
-        self._draw("table_objectives", {"mnist": shown})
+        self._save(table_pictures.draw_maps({"mnist": shown}), "table_objectives")
         head = ["objective", "10-NN, train", "10-NN, test", "trust, train", "trust, test", "fit, s"]
         rows = [
             [
                 objective,
-                *(_percent(scores["mnist"], f"{part}_accuracy") for part in ("train", "test")),
-                *(
-                    _number(scores["mnist"], f"{part}_trustworthiness")
-                    for part in ("train", "test")
-                ),
-                f"{_mean(scores['mnist'], 'fit_seconds'):.1f}",
+                *(_percent(scores["mnist"], f"{part}_accuracy") for part in PARTS),
+                *(_number(scores["mnist"], f"{part}_trustworthiness") for part in PARTS),
+                f"{mean(scores['mnist'], 'fit_seconds'):.1f}",
             ]
             for objective, scores in found.items()
         ]
@@ -210,7 +203,7 @@ class Bench:
             },
             "training rows": self._grow(),
         }
-        self._save(draw_study(found), "table_study")
+        self._save(table_pictures.draw_study(found), "table_study")
         parts = []
         for title, table in found.items():
             head = [title, "10-NN, train", "10-NN, test", "trustworthiness, test", "fit, s"]
@@ -248,24 +241,10 @@ class Bench:
         most = "all" if self._n_train == ALL else f"at most {self._n_train:,}"
         lines = [f"# {title}", "", measure.conditions(self._machine, self._versions), ""]
         lines += [f"- {most} training rows, drawn by the seed, and {TEST_ROWS}.", *notes]
-        lines.append(f"- ours and the autoencoder: {len(self._seeds)} seeds; the others one run.")
+        lines.append(f"- seeds: {len(self._seeds)}.")
         if self._options.quick:
             lines += ["", "**A quick run on a few rows: these figures mean nothing.**"]
         return "\n".join([*lines, "", *parts]) + "\n"
-
-    def _draw(self, name: str, pictures: dict[str, dict[str, tuple[Rows, Places]]]) -> None:
-        """The test rows of every method and set, coloured by label, as one PNG."""
-        n_columns = max(len(shown) for shown in pictures.values())
-        figure, axes = plt.subplots(
-            len(pictures), n_columns, figsize=(3 * n_columns, 3 * len(pictures)), squeeze=False
-        )
-        for axis in axes.ravel():
-            axis.set_axis_off()
-        for row, (title, shown) in zip(axes, pictures.items(), strict=True):
-            for axis, (method, (rows, places)) in zip(row, shown.items(), strict=False):
-                axis.scatter(*places.test.T, c=rows.y_test, s=1, cmap="tab20", linewidths=0)
-                axis.set_title(f"{title}: {method}", fontsize=8)
-        self._save(figure, name)
 
     def _save(self, figure: Figure, name: str) -> None:
         """The figure as a PNG beside the other results."""
@@ -274,49 +253,6 @@ class Bench:
             folder.mkdir(parents=True, exist_ok=True)
             figure.tight_layout()
             figure.savefig(folder / f"{name}.png", dpi=100)
-        plt.close(figure)
-
-
-def draw_earlier(found: Found) -> Figure:
-    """Accuracies of training and test rows beside the paper's."""
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
-    for axis, part, column in zip(axes, ("train", "test"), (0, 1), strict=True):
-        for offset, (title, values) in enumerate(
-            {
-                "ours": [100 * _mean(found[n]["tsne"], f"{part}_nearest") for n in PAPER_EARLIER],
-                "paper": [figures[column] for figures in PAPER_EARLIER.values()],
-            }.items()
-        ):
-            places = [place + 0.4 * offset for place in range(len(PAPER_EARLIER))]
-            axis.bar(places, values, 0.4, label=title)
-        axis.set_xticks([place + 0.2 for place in range(len(PAPER_EARLIER))], [*PAPER_EARLIER])
-        axis.set_ylim(70, 100)
-        axis.set_title(f"1-NN accuracy of {part} rows, per cent", fontsize=9)
-        axis.legend(fontsize=7)
-    return figure
-
-
-def draw_study(found: Found) -> Figure:
-    """Accuracy and trustworthiness of test rows, and seconds, against what is varied."""
-    titles = {
-        "test_accuracy": "10-NN, test",
-        "test_trustworthiness": "trustworthiness, test",
-        "fit_seconds": "fit, s",
-    }
-    figure, axes = plt.subplots(len(titles), len(found), figsize=(4 * len(found), 8), squeeze=False)
-    for column, (name, table) in enumerate(found.items()):
-        lines: dict[str, dict[str, Sequence[dict[str, float]]]] = {}
-        for value, scores in table.items():
-            number, _, method = value.partition(" ")
-            lines.setdefault(method, {})[number] = scores
-        for axis, (key, title) in zip(axes[:, column], titles.items(), strict=True):
-            for method, points in lines.items():
-                axis.plot([*points], [_mean(s, key) for s in points.values()], "o-", label=method)
-            axis.set_title(f"{title} against {name}", fontsize=9)
-            axis.tick_params(labelsize=7)
-            if len(lines) > 1:
-                axis.legend(fontsize=6)
-    return figure
 
 
 TEST_ROWS = f"{table_methods.MOST_TEST:,} test rows; sets without a split: a fifth of the rows"
@@ -331,13 +267,29 @@ QUALITY_NOTES = (
     f"trustworthiness with k={table_methods.PAPER_TRUST_K} on all training rows.",
     "- as the paper: ours with 256 columns and no noise; umap with 15 neighbours.",
     "- autoencoder and supervised: our default network, as many steps of as many points.",
+    "- peers, supervised and PCA: one run, with the rows of the first seed.",
 )
 EARLIER_NOTES = (
     f"- accuracy: {table_methods.PAPER_K}-NN on the map, per cent; of training rows among the "
     "others.",
     "- paper: as printed there.",
     f"- ours: with 256 columns and no noise, as in the paper, and {EARLIER_STEPS:,} steps.",
+    "- openTSNE: as it comes, on the same rows.",
 )
+
+
+def _earlier_table(found: Found) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: every set's training and test rows, ours, the paper's and openTSNE's."""
+    head = ["set", *(f"{part}, {who}" for part in PARTS for who in ("ours", "paper", "openTSNE"))]
+    rows = []
+    for name, printed in PAPER_EARLIER.items():
+        cells = [name]
+        for part, figure in zip(PARTS, printed, strict=True):
+            peers = found[name].get("openTSNE")
+            cells += [_percent(found[name]["tsne"], f"{part}_nearest"), f"{figure}"]
+            cells.append(_percent(peers, f"{part}_nearest") if peers else "")
+        rows.append(cells)
+    return head, rows
 
 
 def _quality_tables(found: Found) -> list[str]:
@@ -360,7 +312,7 @@ def _quality_tables(found: Found) -> list[str]:
                     f"{accuracy}",
                     _number(scores, "train_paper_trustworthiness"),
                     f"{trust}",
-                    f"{_mean(scores, 'fit_seconds'):.1f}",
+                    f"{mean(scores, 'fit_seconds'):.1f}",
                 ]
             )
         parts += [f"## {name}", "", measure.table(head, rows), ""]
@@ -374,14 +326,10 @@ def _study_rows(table: dict[str, Any]) -> list[list[str]]:
             _percent(scores, "train_accuracy"),
             _percent(scores, "test_accuracy"),
             _number(scores, "test_trustworthiness"),
-            f"{_mean(scores, 'fit_seconds'):.1f}",
+            f"{mean(scores, 'fit_seconds'):.1f}",
         ]
         for value, scores in table.items()
     ]
-
-
-def _mean(scores: Sequence[dict[str, float]], key: str) -> float:
-    return statistics.fmean(found[key] for found in scores)
 
 
 def _percent(scores: Sequence[dict[str, float]], key: str) -> str:
