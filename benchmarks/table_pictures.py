@@ -43,9 +43,9 @@ def draw_earlier(found: Found, printed: dict[str, tuple[float, float]]) -> Figur
             places = [place + 0.25 * offset for place in range(len(printed))]
             axis.bar(places, values, 0.25, label=title)
         axis.set_xticks([place + 0.25 for place in range(len(printed))], [*printed])
-        axis.set_ylim(70, 100)
+        axis.set_ylim(70, 105)  # room for the legend
         axis.set_title(f"1-NN accuracy of {part} rows, per cent", fontsize=9)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, ncols=3, loc="upper left")
     return figure
 
 
