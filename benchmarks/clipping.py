@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks import measure, table_methods
 from benchmarks.lake_to_map import Rows
@@ -22,9 +22,6 @@ from pipeline.config import EncoderConfig, InputConfig, Job, NeighborsConfig, Tr
 from pipeline.estimator import train_encoder
 from pipeline.graph import find_neighbors, join_graph
 from pipeline.stages import cells
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 PACKAGES = ("lakemap", "torch", "numpy", "scikit-learn")
 NEVER = 1e30
@@ -121,7 +118,8 @@ def run(rows: Rows, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 def draw(curves: dict[str, dict[str, Any]], path: Path) -> None:
     """The largest gradients of every step, before and after the clip, on a logarithmic scale."""
     names = list(dict.fromkeys(name.split(": ")[0] for name in curves))
-    figure, axes = plt.subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False)
+    figure = Figure(figsize=(4 * len(names), 6))
+    axes = figure.subplots(2, len(names), squeeze=False)
     for column, name in enumerate(names):
         for axis, place in zip(axes[:, column], ("pair", "layer"), strict=True):
             telemetry = curves[f"{name}: both"] or curves[f"{name}: none"]
@@ -134,7 +132,6 @@ def draw(curves: dict[str, dict[str, Any]], path: Path) -> None:
             axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def report(document: dict[str, Any], quick: bool) -> str:

@@ -2,22 +2,17 @@
 
 from collections.abc import Sequence
 
-import matplotlib
+from matplotlib.figure import Figure
 
 from benchmarks.lake_to_map import Rows
 from benchmarks.table_methods import Found, Places, mean
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
 
 def draw_maps(pictures: dict[str, dict[str, tuple[Rows, Places]]]) -> Figure:
     """The test rows of every set and method, coloured by label."""
     n_columns = max(len(shown) for shown in pictures.values())
-    figure, axes = plt.subplots(
-        len(pictures), n_columns, figsize=(3 * n_columns, 3 * len(pictures)), squeeze=False
-    )
+    figure = Figure(figsize=(3 * n_columns, 3 * len(pictures)))
+    axes = figure.subplots(len(pictures), n_columns, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
     for row, (title, shown) in zip(axes, pictures.items(), strict=True):
@@ -29,7 +24,8 @@ def draw_maps(pictures: dict[str, dict[str, tuple[Rows, Places]]]) -> Figure:
 
 def draw_earlier(found: Found, printed: dict[str, tuple[float, float]]) -> Figure:
     """Accuracies of training and test rows beside the paper's and openTSNE's."""
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
+    figure = Figure(figsize=(8, 3))
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, part, column in zip(axes, ("train", "test"), (0, 1), strict=True):
         bars = {
             "ours": [100 * mean(found[name]["tsne"], f"{part}_nearest") for name in printed],
@@ -56,7 +52,8 @@ def draw_study(found: Found) -> Figure:
         "test_trustworthiness": "trustworthiness, test",
         "fit_seconds": "fit, s",
     }
-    figure, axes = plt.subplots(len(titles), len(found), figsize=(4 * len(found), 8), squeeze=False)
+    figure = Figure(figsize=(4 * len(found), 8))
+    axes = figure.subplots(len(titles), len(found), squeeze=False)
     for column, (name, table) in enumerate(found.items()):
         lines: dict[str, dict[str, Sequence[dict[str, float]]]] = {}
         for value, scores in table.items():

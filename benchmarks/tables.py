@@ -208,7 +208,7 @@ class Bench:
         for title, table in found.items():
             head = [title, "10-NN, train", "10-NN, test", "trustworthiness, test", "fit, s"]
             parts += [f"## {title}", "", measure.table(head, _study_rows(table)), ""]
-        return found, self._page("What the map of MNIST depends on", parts, NOTES)
+        return found, self._page("What the map of MNIST depends on", parts, STUDY_NOTES)
 
     def _vary(
         self, values: Iterable[Any], settings: Callable[[Any], dict[str, Any]]
@@ -269,6 +269,7 @@ QUALITY_NOTES = (
     "- autoencoder and supervised: our default network, as many steps of as many points.",
     "- peers, supervised and PCA: one run, with the rows of the first seed.",
 )
+STUDY_NOTES = (*NOTES, "- training rows: one run each, of ours and of the peers.")
 EARLIER_NOTES = (
     f"- accuracy: {table_methods.PAPER_K}-NN on the map, per cent; of training rows among the "
     "others.",
